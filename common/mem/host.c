@@ -1,0 +1,58 @@
+/* Host memory: memfd, mapped shared, transparent huge pages asked for. */
+#include "common/mem/mem.h"
+
+#include <errno.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+static int host_alloc(size_t bytes, const char *name, struct bt_mem_region *ret, struct bt_err *err)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), size;
+    void *base;
+    int fd;
+
+    if (bytes == 0 || !bt_add_size(bytes, page - 1, &size)) {
+        return BT_FAIL(err, BT_E_INVALID, "memory %s: cannot allocate %zu bytes", name, bytes);
+    }
+    size &= ~(page - 1);
+    fd = memfd_create(name, MFD_CLOEXEC);
+    if (fd < 0) {
+        return BT_FAIL_SYS(err, BT_E_SYS, "memory %s: memfd_create", name);
+    }
+    if (ftruncate(fd, (off_t)size) != 0) {
+        BT_FAIL_SYS(err, BT_E_NOMEM, "memory %s: %zu bytes", name, size);
+        close(fd);
+        return BT_E_NOMEM;
+    }
+    base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED) {
+        BT_FAIL_SYS(err, BT_E_NOMEM, "memory %s: cannot map %zu bytes", name, size);
+        close(fd);
+        return BT_E_NOMEM;
+    }
+    madvise(base, size, MADV_HUGEPAGE); /* a wish; not every kernel grants it for memfd */
+    *ret = (struct bt_mem_region){&bt_mem_host, base, size, fd};
+    return BT_OK;
+}
+
+static void host_free(struct bt_mem_region *r)
+{
+    if (r->base) {
+        munmap(r->base, r->bytes);
+        close(r->fd);
+    }
+    *r = (struct bt_mem_region){.fd = -1};
+}
+
+static void host_copy(void *dst, const void *src, size_t bytes)
+{
+    memcpy(dst, src, bytes);
+}
+
+const struct bt_mem_ops bt_mem_host = {
+    .kind = BT_MEM_HOST,
+    .name = "host",
+    .alloc = host_alloc,
+    .free = host_free,
+    .copy = host_copy,
+};

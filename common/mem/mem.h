@@ -1,0 +1,31 @@
+/* Memory of pools and weights, through a vtable so that device memory fits in later.
+ *
+ * Host memory is a memfd: it can be handed to another process and outlive this one
+ * (ARCHITECTURE.md, "Memory outlives the process"). A region belongs to whoever created it. */
+#ifndef BT_MEM_MEM_H
+#define BT_MEM_MEM_H
+
+#include "common/base/rc.h"
+
+enum bt_mem_kind { BT_MEM_HOST, BT_MEM_CUDA };
+
+struct bt_mem_region {
+    const struct bt_mem_ops *ops;
+    void *base;   /* page-aligned; NULL for memory the host cannot address */
+    size_t bytes; /* as asked for, rounded up to the system's page size */
+    int fd;       /* exportable handle, -1 if none */
+};
+
+struct bt_mem_ops {
+    enum bt_mem_kind kind;
+    const char *name;
+    /* Zero-filled on first touch. `name` shows in /proc/PID/maps. */
+    int (*alloc)(size_t bytes, const char *name, struct bt_mem_region *ret, struct bt_err *err);
+    void (*free)(struct bt_mem_region *r);
+    /* Copies inside the kind or between it and host memory; synchronous. */
+    void (*copy)(void *dst, const void *src, size_t bytes);
+};
+
+extern const struct bt_mem_ops bt_mem_host;
+
+#endif
