@@ -1,0 +1,61 @@
+/* The paged KV pool of one engine: memory, page descriptors, owners.
+ *
+ * Every page has exactly one owner: the free list, a sequence, or a transfer that a remote side
+ * takes part in. kv_pool_set_owner is the only way to change it and checks the old one. A
+ * generation is counted up whenever a page leaves the free list, so that a stale ticket can be
+ * told.
+ *
+ * Thread: the engine's, except kv_pool_stats (any) and reading page bytes and generations of pages
+ * that the caller's transfer owns or leases (xfer thread).
+ */
+#ifndef KV_BLOCK_POOL_H
+#define KV_BLOCK_POOL_H
+
+#include "common/mem/mem.h"
+#include "kvstore/block/layout.h"
+
+#define KV_PAGE_NONE UINT32_MAX
+
+enum kv_owner { KV_OWNER_FREE, KV_OWNER_SEQ, KV_OWNER_TRANSFER };
+
+struct kv_pool;
+
+struct kv_pool_stats {
+    uint32_t n_pages;
+    uint32_t n_free;
+    uint32_t n_seq;
+    uint32_t n_transfer;
+};
+
+/* Allocates layout->bytes through `ops` under `name`. The pool keeps a copy of the layout. */
+int kv_pool_create(const struct kv_layout *layout,
+                   const struct bt_mem_ops *ops,
+                   const char *name,
+                   struct kv_pool **ret_pool,
+                   struct bt_err *err) BT_MUST_USE;
+/* NULL is fine. Every page must be free: kv_pool_audit says which are not. */
+void kv_pool_destroy(struct kv_pool *pool);
+
+const struct kv_layout *kv_pool_layout(const struct kv_pool *pool);
+const struct bt_mem_region *kv_pool_region(const struct kv_pool *pool);
+/* First byte of a page in a layer. */
+void *kv_pool_page(const struct kv_pool *pool, int layer, uint32_t page);
+uint32_t kv_pool_generation(const struct kv_pool *pool, uint32_t page);
+
+/* Takes n pages for `owner`, all or none; neighbours where the pool allows (next to `after` first
+ * if it is not KV_PAGE_NONE), so that pieces are long. BT_E_EXHAUSTED if fewer than n are free. */
+int kv_pool_take(struct kv_pool *pool,
+                 uint32_t n,
+                 enum kv_owner owner,
+                 uint32_t after,
+                 uint32_t *ret_pages) BT_MUST_USE;
+/* Returns pages to the free list; they must belong to `owner`. */
+void kv_pool_give(struct kv_pool *pool, const uint32_t *pages, size_t n, enum kv_owner owner);
+void kv_pool_set_owner(
+    struct kv_pool *pool, const uint32_t *pages, size_t n, enum kv_owner from, enum kv_owner to);
+/* Any thread; a consistent set of counters. */
+struct kv_pool_stats kv_pool_stats(const struct kv_pool *pool);
+/* True if all pages are free and the free list is whole; otherwise logs what is wrong. */
+bool kv_pool_audit(const struct kv_pool *pool);
+
+#endif
