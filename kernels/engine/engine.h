@@ -1,0 +1,123 @@
+/* The engine: one for all roles. Takes requests, plans steps, runs the model, emits tokens.
+ *
+ * A step is planned as an immutable `struct kn_step_plan` (which sequences, which token ranges,
+ * which pages, who samples) by the scheduler and run by the executor. Prefill node, decode node and
+ * colocated node differ by the leg of each request alone:
+ *   KN_LEG_LOCAL    prompt and answer here
+ *   KN_LEG_PREFILL  prompt here, first token, then the KV is handed over (kvstore/handoff)
+ *   KN_LEG_DECODE   KV is received, then the answer goes on here
+ * Pages are taken on demand. When they run out the youngest holder (largest claim) gives way: it is
+ * dropped and computed again later, which changes no bit of its output; on a prefill node finished
+ * prompts that no decode node has asked for give way first. The oldest request always finishes, and
+ * what can never fit is refused at once.
+ *
+ * Threads: the engine runs its own ("engine"). submit and cancel may be called from any thread.
+ * Outputs are emitted on the engine's thread, once per step for all requests.
+ */
+#ifndef KN_ENGINE_ENGINE_H
+#define KN_ENGINE_ENGINE_H
+
+#include "common/file/model.h"
+#include "common/mem/mem.h"
+#include "kernels/model/sampler.h"
+#include "kvstore/handoff/handoff.h"
+
+enum kn_leg { KN_LEG_LOCAL, KN_LEG_PREFILL, KN_LEG_DECODE };
+enum kn_finish { KN_FINISH_NONE, KN_FINISH_STOP, KN_FINISH_LENGTH };
+
+struct kn_engine;
+
+struct kn_output {
+    uint64_t tag;    /* of the request */
+    uint32_t offset; /* of the first token in the answer */
+    uint32_t n_tokens;
+    const struct kn_token *tokens; /* in the step's own memory */
+    enum kn_finish finish;         /* not NONE: last output of the request */
+    bool handed_over;              /* prefill leg: D has it all; last output */
+    int rc;                        /* < 0: failed, last output; err_msg says why */
+    char err_msg[160];
+    uint32_t cached_tokens;
+};
+
+/* One engine step's outputs; belongs to the receiver, who frees it with kn_step_free. `msg` is
+ * there so that it can be posted on as it is. */
+struct kn_step {
+    struct bt_msg msg;
+    size_t n_outputs;
+    struct kn_output *outputs;
+};
+void kn_step_free(struct kn_step *step);
+
+struct kn_engine_cfg {
+    const struct bt_model_file *file; /* borrowed, outlives the engine */
+    const struct bt_mem_ops *mem;     /* of the pool */
+    int n_threads;
+    const char *isa;
+    enum kv_dtype kv_dtype;
+    int page_tokens;
+    size_t pool_bytes;    /* rounded down to pages */
+    int max_ctx;          /* 0 = the model's */
+    int max_batch_tokens; /* chunk budget of one step, e.g. 512 */
+    int max_running;      /* sequences in one step */
+    int max_waiting;      /* requests queued; more are refused with BT_E_EXHAUSTED */
+    /* [engine thread] Takes the step. Must not block. */
+    void (*emit)(void *arg, struct kn_step *take_step);
+    void *emit_arg;
+};
+
+/* Creates pool and model; kn_engine_start starts the thread. Between the two the caller makes the
+ * handoff over kn_engine_pool and hands it in (NULL = no handoffs: only KN_LEG_LOCAL is accepted).
+ */
+int kn_engine_create(const struct kn_engine_cfg *cfg,
+                     struct kn_engine **ret_engine,
+                     struct bt_err *err) BT_MUST_USE;
+int kn_engine_start(struct kn_engine *e,
+                    struct kv_handoff *handoff,
+                    struct bt_err *err) BT_MUST_USE;
+/* Cancels everything, waits for proof of every transfer, stops the thread. True if all pages came
+ * back. The handoff must still run. */
+bool kn_engine_stop(struct kn_engine *e);
+void kn_engine_destroy(struct kn_engine *e);
+
+struct kv_pool *kn_engine_pool(const struct kn_engine *e);
+const struct bt_model_config *kn_engine_config(const struct kn_engine *e);
+const char *kn_engine_numerics(const struct kn_engine *e);
+int kn_engine_max_ctx(const struct kn_engine *e);
+
+struct kn_submit_args {
+    uint64_t tag; /* the caller's, unique among live requests */
+    enum kn_leg leg;
+    const int32_t *prompt;   /* copied */
+    size_t n_prompt;         /* >= 1 */
+    const int32_t *answered; /* ids of the answer that are already out; the next offset is their
+                                number. Copied. */
+    size_t n_answered;
+    const struct wire_sampling *sampling; /* deep-copied; checked by the caller against V */
+    uint64_t claim;                       /* smaller = older */
+    uint64_t deadline_ns;                 /* BT_NEVER_NS = none; then BT_E_DEADLINE */
+    /* Handoff legs. Strings are copied. */
+    struct kv_handoff_id handoff;
+    const char *peer_name;
+    uint64_t peer_incarnation;
+    const char *peer_address;
+};
+
+/* Any thread. Checks everything that needs no engine state and queues the request: BT_E_INVALID
+ * (empty, bad id, prompt longer than the context: both numbers), BT_E_EXHAUSTED (queue full, or
+ * more pages than the pool has), BT_E_UNSUPPORTED. After BT_OK exactly one last output follows. */
+int kn_engine_submit(struct kn_engine *e,
+                     const struct kn_submit_args *a,
+                     struct bt_err *err) BT_MUST_USE;
+/* Any thread. The last output (BT_E_CANCELLED, or what was faster) follows after proof. Unknown
+ * tags are ignored. */
+void kn_engine_cancel(struct kn_engine *e, uint64_t tag);
+
+struct kn_engine_stats {
+    uint32_t waiting, running,
+        holding; /* holding: finished prompts waiting for their decode node */
+    uint64_t tokens_waiting;
+    uint64_t steps, tokens_computed, tokens_generated, preemptions;
+};
+struct kn_engine_stats kn_engine_stats(const struct kn_engine *e); /* any thread */
+
+#endif

@@ -1,0 +1,134 @@
+/* Handing a prompt's KV from the prefill node's pool to the decode node's pool: both ends.
+ *
+ *   prefill node (P)                                decode node (D)
+ *   kv_send_create(id)                              kv_recv_create(id, P's address, pages)
+ *                        <------- TICKET ------     connects to P (or uses the open connection)
+ *   ANNOUNCE per layer   -------------------->      moves the bytes (method of the transport),
+ *   and chunk            ...                        checks generation and checksum of each piece
+ *   COMMIT (first tokens)-------------------->
+ *                        <------- ACK ---------     all bytes in place and checked
+ *   events.done(OK)                                 events.done(OK, first tokens)
+ *
+ * The ticket may come before or after kv_send_create. Either side may abort or die at any point;
+ * `done` is called exactly once per object, after it is proven that no remote side can touch the
+ * pages any more (net.h, Proof). Both sides send a sign of life while a handoff is open; a peer
+ * that stays silent for cfg.silence_ns is given up and its connection torn down. When D is lost
+ * before its ACK, P keeps the prompt until the lease ends and another D may send a ticket for the
+ * same id. States: handoff/states.def; wire format: proto/wire/handoff.h.
+ *
+ * Threads: create, abort, progress, finish and rewind may be called on any thread (the engine's);
+ * everything else happens on the net's thread, and so do the events.
+ */
+#ifndef KV_HANDOFF_HANDOFF_H
+#define KV_HANDOFF_HANDOFF_H
+
+#include "common/net/net.h"
+#include "kvstore/block/pool.h"
+
+#define KV_HANDOFF_MAX_FIRST 16 /* most first tokens in a commit */
+
+struct kv_handoff; /* one per process */
+
+struct kv_handoff_cfg {
+    struct bt_net_cfg net;
+    struct kv_pool *pool;      /* borrowed, outlives the handoff */
+    const char *node_name;     /* of this node; borrowed */
+    uint64_t incarnation;      /* of this node */
+    uint8_t compat[32];        /* compatibility digest: both sides must be equal */
+    uint64_t silence_ns;       /* 3 s: a peer silent for longer is lost */
+    uint64_t lease_ns;         /* 30 s: how long a finished prompt waits for a ticket */
+    uint32_t max_open;         /* handoffs of either kind at once */
+    size_t max_inflight_bytes; /* per peer, one direction */
+};
+
+struct kv_handoff_stats {
+    uint32_t sends, recvs; /* open now */
+    uint32_t aborting;     /* waiting for proof */
+    uint32_t peers;
+    uint64_t bytes; /* received and checked, since start */
+    uint64_t checksum_errors, stale;
+};
+
+int kv_handoff_create(const struct kv_handoff_cfg *cfg,
+                      struct kv_handoff **ret,
+                      struct bt_err *err) BT_MUST_USE;
+/* Every send and recv must be done. */
+void kv_handoff_destroy(struct kv_handoff *h);
+/* Address of the transfer listener, for the decode nodes; borrowed. */
+const char *kv_handoff_address(const struct kv_handoff *h);
+struct kv_handoff_stats kv_handoff_stats(const struct kv_handoff *h); /* any thread */
+
+struct kv_handoff_id {
+    uint64_t hi, lo;
+};
+
+/* A token that P made, with what the sampler said of it; opaque here, moved as bytes. */
+struct kv_first {
+    uint32_t n_tokens;
+    int32_t ids[KV_HANDOFF_MAX_FIRST];
+};
+
+/* ---- P ---- */
+struct kv_send;
+
+struct kv_send_events {
+    void *arg;
+    /* A decode node has asked for it: from now on its pages may be read, and rewind returns false.
+     */
+    void (*ticketed)(void *arg);
+    /* Exactly once, last: BT_OK = D has all of it; else the reason. The object is gone after it. */
+    void (*done)(void *arg, int rc, const char *msg);
+};
+
+struct kv_send_cfg {
+    struct kv_handoff_id id;
+    uint32_t n_tokens; /* of the prompt */
+    struct kv_send_events events;
+};
+
+/* BT_E_EXHAUSTED: max_open; BT_E_EXISTS: the id is in use. No event is called then. */
+int kv_send_create(struct kv_handoff *h,
+                   const struct kv_send_cfg *cfg,
+                   struct kv_send **ret,
+                   struct bt_err *err) BT_MUST_USE;
+/* Page table of the prompt from page `first` on (pages are sealed in order and stay put). */
+void kv_send_set_pages(struct kv_send *s, uint32_t first, const uint32_t *pages, uint32_t n);
+/* K and V of tokens [first, first + n) lie in layer `layer`; chunks in order, in each the layers in
+ * order. Cheap: one store and, if the net thread slept, one wake. */
+void kv_send_progress(struct kv_send *s, uint32_t first, uint32_t n, int layer);
+/* All layers of all tokens are there; `tokens` are the first of the answer. */
+void kv_send_finish(struct kv_send *s, const struct kv_first *tokens);
+/* Forgets all progress, so that the pages may be dropped and computed again later: true unless a
+ * decode node has its ticket in. */
+bool kv_send_rewind(struct kv_send *s) BT_MUST_USE;
+/* Tells D and seeks proof; done follows with `rc`. No-op once done is under way. */
+void kv_send_abort(struct kv_send *s, int rc);
+
+/* ---- D ---- */
+struct kv_recv;
+
+struct kv_recv_events {
+    void *arg;
+    /* Exactly once, last: BT_OK = all bytes are in the pages and checked, `tokens` are the first of
+     * the answer. Else the reason, and the pages' content is worthless. */
+    void (*done)(void *arg, int rc, const char *msg, const struct kv_first *tokens);
+};
+
+struct kv_recv_cfg {
+    struct kv_handoff_id id;
+    const char *peer_name;
+    uint64_t peer_incarnation;
+    const char *peer_address;
+    uint32_t n_tokens;
+    const uint32_t *pages; /* copied; owner KV_OWNER_TRANSFER until done */
+    uint32_t n_pages;
+    struct kv_recv_events events;
+};
+
+int kv_recv_create(struct kv_handoff *h,
+                   const struct kv_recv_cfg *cfg,
+                   struct kv_recv **ret,
+                   struct bt_err *err) BT_MUST_USE;
+void kv_recv_abort(struct kv_recv *r, int rc);
+
+#endif
