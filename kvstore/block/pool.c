@@ -1,0 +1,270 @@
+/* Paged KV pool: a bitmap of free pages and one descriptor per page.
+ *
+ * Allocation looks for neighbours: the pages behind the caller's last one, then the first run that
+ * is long enough, then the longest runs there are. A scan costs one load per 64 pages.
+ *
+ * Thread: the engine's. The counters that other threads read live in one atomic word, so that a
+ * reader always sees a set that adds up to the number of pages.
+ */
+#include "kvstore/block/pool.h"
+
+#include "common/base/buf.h"
+#include "common/obs/log.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+
+struct page {
+    _Atomic uint32_t generation; /* relaxed: a holder's page does not change under it */
+    uint8_t owner;               /* enum kv_owner */
+};
+
+struct kv_pool {
+    struct kv_layout layout;
+    struct bt_mem_region region;
+    struct page *pages;
+    uint64_t *free_bits;   /* bit set = free; bits behind the last page are clear */
+    _Atomic uint64_t used; /* pages of sequences | pages of transfers << 32; relaxed, one writer */
+};
+
+static uint32_t used_seq(uint64_t used)
+{
+    return (uint32_t)used;
+}
+
+static uint32_t used_transfer(uint64_t used)
+{
+    return (uint32_t)(used >> 32);
+}
+
+static uint64_t used_unit(enum kv_owner owner)
+{
+    return owner == KV_OWNER_SEQ ? 1 : owner == KV_OWNER_TRANSFER ? 1ull << 32 : 0;
+}
+
+static bool is_free(const struct kv_pool *pool, uint32_t page)
+{
+    return pool->free_bits[page / 64] >> (page % 64) & 1;
+}
+
+int kv_pool_create(const struct kv_layout *layout,
+                   const struct bt_mem_ops *ops,
+                   const char *name,
+                   struct kv_pool **ret_pool,
+                   struct bt_err *err)
+{
+    size_t n_words = BT_DIV_UP((size_t)layout->n_pages, 64);
+    struct kv_pool *pool;
+    int rc;
+
+    if (layout->n_pages == 0 || layout->n_pages == KV_PAGE_NONE) {
+        return BT_FAIL(err, BT_E_INVALID, "pool %s: %u pages", name, layout->n_pages);
+    }
+    pool = bt_calloc(1, sizeof(*pool));
+    if (!pool) {
+        return BT_FAIL(err, BT_E_NOMEM, "pool %s: no memory", name);
+    }
+    pool->layout = *layout;
+    pool->region.fd = -1;
+    pool->pages = bt_calloc(layout->n_pages, sizeof(*pool->pages));
+    pool->free_bits = bt_calloc(n_words, sizeof(*pool->free_bits));
+    if (!pool->pages || !pool->free_bits) {
+        rc = BT_FAIL(err, BT_E_NOMEM, "pool %s: no memory for %u page descriptors", name,
+                     layout->n_pages);
+        goto fail;
+    }
+    rc = ops->alloc(layout->bytes, name, &pool->region, err);
+    if (rc < 0) {
+        goto fail;
+    }
+    for (uint32_t p = 0; p < layout->n_pages; p++) {
+        pool->free_bits[p / 64] |= 1ull << (p % 64);
+    }
+    *ret_pool = pool;
+    return BT_OK;
+
+fail:
+    free(pool->free_bits);
+    free(pool->pages);
+    free(pool);
+    return rc;
+}
+
+void kv_pool_destroy(struct kv_pool *pool)
+{
+    if (!pool) {
+        return;
+    }
+    BT_BUG_ON(!kv_pool_audit(pool));
+    pool->region.ops->free(&pool->region);
+    free(pool->free_bits);
+    free(pool->pages);
+    free(pool);
+}
+
+const struct kv_layout *kv_pool_layout(const struct kv_pool *pool)
+{
+    return &pool->layout;
+}
+
+const struct bt_mem_region *kv_pool_region(const struct kv_pool *pool)
+{
+    return &pool->region;
+}
+
+void *kv_pool_page(const struct kv_pool *pool, int layer, uint32_t page)
+{
+    BT_DASSERT(layer >= 0 && layer < pool->layout.n_layers && page < pool->layout.n_pages);
+    return (char *)pool->region.base + kv_layout_offset(&pool->layout, layer, page);
+}
+
+uint32_t kv_pool_generation(const struct kv_pool *pool, uint32_t page)
+{
+    BT_BUG_ON(page >= pool->layout.n_pages);
+    return atomic_load_explicit(&pool->pages[page].generation, memory_order_relaxed);
+}
+
+/* First page >= `from` that is free (want) or not free (!want); n_pages if none. */
+static uint32_t find_page(const struct kv_pool *pool, uint32_t from, bool want)
+{
+    uint32_t n = pool->layout.n_pages;
+
+    while (from < n) {
+        uint64_t word = pool->free_bits[from / 64];
+
+        word = (want ? word : ~word) >> (from % 64);
+        if (word) {
+            from += (uint32_t)__builtin_ctzll(word);
+            break;
+        }
+        from = (from / 64 + 1) * 64;
+    }
+    return BT_MIN(from, n);
+}
+
+/* First run of `need` free pages; if there is none the longest. Returns its length, at most need.
+ */
+static uint32_t find_run(const struct kv_pool *pool, uint32_t need, uint32_t *ret_start)
+{
+    uint32_t best = 0, start, end;
+
+    for (start = find_page(pool, 0, true); start < pool->layout.n_pages && best < need;
+         start = find_page(pool, end, true)) {
+        end = find_page(pool, start, false);
+        if (end - start > best) {
+            best = end - start;
+            *ret_start = start;
+        }
+    }
+    return BT_MIN(best, need);
+}
+
+static void take_run(struct kv_pool *pool, uint32_t start, uint32_t n, enum kv_owner owner)
+{
+    for (uint32_t p = start; p < start + n; p++) {
+        struct page *d = &pool->pages[p];
+        uint32_t generation = atomic_load_explicit(&d->generation, memory_order_relaxed);
+
+        BT_DASSERT(d->owner == KV_OWNER_FREE && is_free(pool, p));
+        pool->free_bits[p / 64] &= ~(1ull << (p % 64));
+        d->owner = (uint8_t)owner;
+        atomic_store_explicit(&d->generation, generation + 1, memory_order_relaxed);
+    }
+}
+
+int kv_pool_take(
+    struct kv_pool *pool, uint32_t n, enum kv_owner owner, uint32_t after, uint32_t *ret_pages)
+{
+    uint64_t used = atomic_load_explicit(&pool->used, memory_order_relaxed);
+    uint32_t n_free = pool->layout.n_pages - used_seq(used) - used_transfer(used);
+    uint32_t done = 0, start = 0, run = 0;
+
+    BT_BUG_ON(owner != KV_OWNER_SEQ && owner != KV_OWNER_TRANSFER);
+    if (n > n_free) {
+        return BT_E_EXHAUSTED;
+    }
+    if (after != KV_PAGE_NONE && after + 1 < pool->layout.n_pages && is_free(pool, after + 1)) {
+        start = after + 1;
+        run = BT_MIN(find_page(pool, start, false) - start, n);
+    }
+    while (done < n) {
+        if (run == 0) {
+            run = find_run(pool, n - done, &start);
+        }
+        BT_BUG_ON(run == 0);
+        take_run(pool, start, run, owner);
+        for (uint32_t i = 0; i < run; i++) {
+            ret_pages[done++] = start + i;
+        }
+        run = 0;
+    }
+    atomic_store_explicit(&pool->used, used + n * used_unit(owner), memory_order_relaxed);
+    return BT_OK;
+}
+
+void kv_pool_give(struct kv_pool *pool, const uint32_t *pages, size_t n, enum kv_owner owner)
+{
+    uint64_t used = atomic_load_explicit(&pool->used, memory_order_relaxed);
+
+    BT_BUG_ON(owner == KV_OWNER_FREE);
+    for (size_t i = 0; i < n; i++) {
+        uint32_t p = pages[i];
+
+        BT_BUG_ON(p >= pool->layout.n_pages || pool->pages[p].owner != owner);
+        pool->pages[p].owner = KV_OWNER_FREE;
+        pool->free_bits[p / 64] |= 1ull << (p % 64);
+    }
+    atomic_store_explicit(&pool->used, used - n * used_unit(owner), memory_order_relaxed);
+}
+
+void kv_pool_set_owner(
+    struct kv_pool *pool, const uint32_t *pages, size_t n, enum kv_owner from, enum kv_owner to)
+{
+    uint64_t used = atomic_load_explicit(&pool->used, memory_order_relaxed);
+
+    BT_BUG_ON(from == KV_OWNER_FREE || to == KV_OWNER_FREE);
+    for (size_t i = 0; i < n; i++) {
+        BT_BUG_ON(pages[i] >= pool->layout.n_pages || pool->pages[pages[i]].owner != from);
+        pool->pages[pages[i]].owner = (uint8_t)to;
+    }
+    used += n * used_unit(to) - n * used_unit(from);
+    atomic_store_explicit(&pool->used, used, memory_order_relaxed);
+}
+
+struct kv_pool_stats kv_pool_stats(const struct kv_pool *pool)
+{
+    uint64_t used = atomic_load_explicit(&pool->used, memory_order_relaxed);
+    struct kv_pool_stats s = {.n_pages = pool->layout.n_pages,
+                              .n_seq = used_seq(used),
+                              .n_transfer = used_transfer(used)};
+
+    s.n_free = s.n_pages - s.n_seq - s.n_transfer;
+    return s;
+}
+
+bool kv_pool_audit(const struct kv_pool *pool)
+{
+    struct kv_pool_stats s = kv_pool_stats(pool);
+    uint32_t n_free = 0;
+    bool ok = true;
+
+    for (uint32_t p = 0; p < pool->layout.n_pages; p++) {
+        bool free_bit = is_free(pool, p);
+
+        n_free += free_bit;
+        if (free_bit != (pool->pages[p].owner == KV_OWNER_FREE)) {
+            BT_ERROR("pool_audit", "msg=\"free list and owner differ\" page=%u owner=%u", p,
+                     pool->pages[p].owner);
+            ok = false;
+        } else if (!free_bit) {
+            BT_ERROR("pool_audit", "msg=\"page not returned\" page=%u owner=%u generation=%u", p,
+                     pool->pages[p].owner, kv_pool_generation(pool, p));
+            ok = false;
+        }
+    }
+    if (n_free != s.n_free) {
+        BT_ERROR("pool_audit", "msg=\"counter differs\" free=%u counted=%u", s.n_free, n_free);
+        ok = false;
+    }
+    return ok;
+}
