@@ -1,0 +1,135 @@
+#!/usr/bin/env bash
+# Installs what the tests need, builds, runs all of them, and ends with one line:
+#   N passed, N failed
+#
+#   tests/run.sh [--long] [--gpu] [--stage NAME]...
+#
+#   --long        also what takes hours: real fuzzing, soak, a large tokenizer comparison
+#   --gpu         the tests that need a CUDA device (says so and fails where there is none)
+#   --stage NAME  only this stage: unit, integ, asan, tsan, quickstart (may be repeated)
+set -uo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/../deploy/lib.sh"
+
+TEST_PACKAGES="libcmocka-dev redis-server clang-format-14 python3-venv procps"
+long=0 gpu=0 stages=()
+
+while [ $# -gt 0 ]; do
+    case $1 in
+    --long) long=1 ;;
+    --gpu) gpu=1 ;;
+    --stage)
+        [ $# -ge 2 ] || die "--stage needs a name"
+        stages+=("$2")
+        shift
+        ;;
+    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    *) die "unknown option $1" ;;
+    esac
+    shift
+done
+[ ${#stages[@]} -gt 0 ] || stages=(unit integ asan tsan quickstart)
+
+cd "$BATON_ROOT" || exit 1
+results=$(mktemp -d "${TMPDIR:-/tmp}/baton-tests.XXXXXX")
+venv=$BATON_CACHE/venv-tests-$(sha256sum tests/requirements.txt | cut -c1-12)
+broken=0 # stages that could not even run
+
+make_venv() {
+    local base
+    base=$(pip_python)
+    rm -rf "$venv"
+    "$base" -m venv "$venv" &&
+        "$venv/bin/pip" install --quiet --disable-pip-version-check -r tests/requirements.txt &&
+        touch "$venv/complete"
+}
+
+# run_meson DIR SUITE...: the suites of one build; results as JUnit.
+run_meson() {
+    local dir=$1 suites=() s
+    shift
+    for s in "$@"; do suites+=(--suite "$s"); done
+    meson test -C "$dir" --no-rebuild --print-errorlogs --num-processes 2 "${suites[@]}"
+    local rc=$?
+    cp "$dir/meson-logs/testlog.junit.xml" "$results/$(basename "$dir").xml" || broken=$((broken + 1))
+    return $rc
+}
+
+# run_pytest NAME BUILD-DIR ARG...
+run_pytest() {
+    local name=$1 dir=$2
+    shift 2
+    BATON_BUILD=$BATON_ROOT/$dir BATON_MODEL=$MODEL_FILE BATON_LONG=$long \
+        "$venv/bin/python" -m pytest -q -ra --durations=5 -p no:cacheprovider \
+        --junitxml="$results/$name.xml" "$@"
+    local rc=$?
+    [ -f "$results/$name.xml" ] || broken=$((broken + 1))
+    return $rc
+}
+
+stage_unit() {
+    step "building (debug)" build_tree build-debug --buildtype=debugoptimized -Dwerror=true ||
+        return 1
+    BATON_MODEL=$MODEL_FILE run_meson build-debug unit ops fuzz lint
+}
+
+stage_integ() {
+    step "building (debug)" build_tree build-debug --buildtype=debugoptimized -Dwerror=true ||
+        return 1
+    run_pytest integ build-debug tests/integ
+}
+
+# sanitized NAME FLAGS: unit, ops and fuzz corpora, then the marked integration tests.
+sanitized() {
+    step "building ($1)" build_tree "build-$1" --buildtype=debugoptimized -Db_sanitize="$2" \
+        -Db_lundef=false || return 1
+    local rc=0
+    BATON_MODEL=$MODEL_FILE run_meson "build-$1" unit ops fuzz || rc=1
+    run_pytest "integ-$1" "build-$1" -m sanitize tests/integ || rc=1
+    return $rc
+}
+
+stage_asan() {
+    ASAN_OPTIONS=detect_leaks=1:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+        LSAN_OPTIONS=suppressions=$BATON_ROOT/tests/data/lsan.supp:print_suppressions=0 \
+        sanitized asan address,undefined
+}
+
+stage_tsan() {
+    TSAN_OPTIONS=suppressions=$BATON_ROOT/tests/data/tsan.supp:halt_on_error=1 \
+        sanitized tsan thread
+}
+
+stage_quickstart() { run_pytest quickstart build-debug tests/quickstart; }
+
+# shellcheck disable=SC2086
+ensure_packages $BUILD_PACKAGES $TEST_PACKAGES
+if [ ! -f "$venv/complete" ]; then
+    ensure_pip
+    step "making a Python environment for the tests" make_venv || die "no test environment"
+fi
+ensure_model
+
+failed_stages=()
+for s in "${stages[@]}"; do
+    declare -F "stage_$s" >/dev/null || die "unknown stage $s"
+    printf '\n%s=== %s%s\n' "$BOLD" "$s" "$PLAIN"
+    started=$(now_ms)
+    "stage_$s" || failed_stages+=("$s")
+    printf '=== %s took %s s\n' "$s" "$(seconds_since "$started")"
+done
+if [ $long = 1 ]; then
+    printf '\n=== long\n'
+    tests/long.sh "$results" || failed_stages+=(long)
+fi
+if [ $gpu = 1 ]; then
+    command -v nvidia-smi >/dev/null && nvidia-smi -L | grep -q GPU ||
+        die "--gpu: no CUDA device here"
+    die "--gpu: the CUDA back end is not part of this version"
+fi
+
+printf '\n'
+[ ${#failed_stages[@]} -eq 0 ] || printf 'failed stages: %s\n' "${failed_stages[*]}"
+python3 tests/tools/count.py "$results" $((broken + ${#failed_stages[@]}))
+rc=$?
+rm -rf "$results"
+exit $rc
