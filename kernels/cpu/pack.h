@@ -1,0 +1,42 @@
+/* KN_FORMAT_TILE16: weights of the vector back ends, repacked at load.
+ *
+ * A tile is 16 outputs (rows of the file's matrix) of one tensor; missing rows of the last tile are
+ * zero. Tiles follow one another; each starts on 64 bytes. One vector lane is one output, so that
+ * an output's sum runs over K in ascending order inside its lane, whatever else is computed beside
+ * it.
+ *
+ * Float tile:     [K][16] elements of the tensor's dtype.
+ * Quantized tile: quants of all K/32 blocks, then scales of all blocks.
+ *   quants of a block of 4-bit values, 256 bytes: 4 vectors of 64; byte 4 r + c of vector i holds
+ *       input 4 i + c of output r in its low and input 4 (i + 4) + c in its high half
+ *   quants of a block of 8-bit values, 512 bytes: 8 vectors of 64; byte 4 r + c of vector i holds
+ *       input 4 i + c of output r, plus 128 (unsigned, for the u8 x s8 dot products)
+ *   scales of a block: 16 x f16 d, and for Q4_1 16 x f16 m after them
+ * Four neighbouring inputs of an output in 32 bits is what VPDPBUSD, VPMADDUBSW and the AMX tile
+ * products take.
+ */
+#ifndef KN_CPU_PACK_H
+#define KN_CPU_PACK_H
+
+#include "common/file/model.h"
+
+#define KN_TILE       16
+#define KN_QBLOCK     32
+#define KN_TILE_ALIGN 64
+
+/* Bytes of quants and scales of one block of a tile. */
+static inline size_t kn_tile_quant_bytes(enum bt_dtype t)
+{
+    return t == BT_DTYPE_Q8_0 ? 512 : 256;
+}
+static inline size_t kn_tile_scale_bytes(enum bt_dtype t)
+{
+    return t == BT_DTYPE_Q4_1 ? 64 : 32;
+}
+
+/* Bytes of one tile with K inputs, a multiple of KN_TILE_ALIGN. */
+size_t kn_tile_bytes(enum bt_dtype t, size_t k);
+/* Packs tile `tile` of a [n, k] tensor to `dst` (the tile's own place). Any thread. */
+void kn_tile_pack(enum bt_dtype t, const void *src, size_t n, size_t k, size_t tile, void *dst);
+
+#endif

@@ -1,0 +1,107 @@
+/* Projection in plain C.
+ *
+ * Float weights: products and sums in f32, inputs in ascending order. Block-quantized weights:
+ * activations are quantized in the same blocks of 32 to signed 8 bits (symmetric), so that the sum
+ * over a block is an exact integer; blocks are then added in ascending order in f32:
+ *     Q8_0, Q4_0: acc += dw * dx * sum(qw * qx)
+ *     Q4_1:       acc += dw * dx * sum(qw * qx) + mw * (dx * sum(qx))
+ */
+#include "kernels/core/dtype.h"
+#include "kernels/core/half.h"
+#include "kernels/cpu/ref/ref.h"
+
+#include <math.h>
+
+#define BLOCK 32
+
+/* One block of activations. Returns the scale; *ret_sum = sum of the quantized values. */
+static float quantize_block(const float *x, int8_t ret_q[BLOCK], int *ret_sum)
+{
+    float max = 0, inv;
+
+    for (int i = 0; i < BLOCK; i++) {
+        max = fabsf(x[i]) > max ? fabsf(x[i]) : max;
+    }
+    inv = max > 0 ? 127 / max : 0;
+    *ret_sum = 0;
+    for (int i = 0; i < BLOCK; i++) {
+        ret_q[i] = (int8_t)lrintf(x[i] * inv);
+        *ret_sum += ret_q[i];
+    }
+    return max / 127;
+}
+
+static float dot_block(enum bt_dtype t, const uint8_t *w, const int8_t *q, float d, int sum)
+{
+    float dw = kn_f16_to_f32(kn_load_u16(w));
+    int dot = 0;
+
+    if (t == BT_DTYPE_Q8_0) {
+        for (int i = 0; i < BLOCK; i++) {
+            dot += (int8_t)w[2 + i] * q[i];
+        }
+        return dw * d * (float)dot;
+    }
+    w += t == BT_DTYPE_Q4_0 ? 2 : 4;
+    for (int i = 0; i < BLOCK / 2; i++) {
+        dot += (w[i] & 15) * q[i] + (w[i] >> 4) * q[i + BLOCK / 2];
+    }
+    if (t == BT_DTYPE_Q4_0) {
+        return dw * d * (float)(dot - 8 * sum);
+    }
+    return dw * d * (float)dot + kn_f16_to_f32(kn_load_u16(w - 2)) * (d * (float)sum);
+}
+
+static float element(enum bt_dtype t, const uint8_t *w, size_t i)
+{
+    switch ((int)t) {
+    case BT_DTYPE_F32:
+        return ((const float *)w)[i];
+    case BT_DTYPE_F16:
+        return kn_f16_to_f32(kn_load_u16(w + 2 * i));
+    default:
+        return kn_bf16_to_f32(kn_load_u16(w + 2 * i));
+    }
+}
+
+/* One row of activations by one part of the weights. */
+static void
+part_row(const struct kn_matmul_args *a, const struct kn_weight_part *p, const float *x, float *out)
+{
+    size_t k = (size_t)a->w->k, row_bytes = kn_row_bytes(p->dtype, k);
+    bool quant = bt_dtype_block_elems(p->dtype) == BLOCK;
+
+    for (int n = 0; n < p->n; n++) {
+        const uint8_t *w = (const uint8_t *)p->data + (size_t)n * row_bytes;
+        float acc = 0;
+
+        if (quant) {
+            for (size_t b = 0; b < k / BLOCK; b++) {
+                int8_t q[BLOCK];
+                int sum;
+                float d = quantize_block(x + b * BLOCK, q, &sum);
+
+                acc += dot_block(p->dtype, w, q, d, sum);
+                w += bt_dtype_block_bytes(p->dtype);
+            }
+        } else {
+            for (size_t i = 0; i < k; i++) {
+                acc += element(p->dtype, w, i) * x[i];
+            }
+        }
+        acc += p->bias ? p->bias[n] : 0;
+        out[n] = a->add ? out[n] + acc : acc;
+    }
+}
+
+void kn_ref_matmul(struct kn_stream *stream, const struct kn_matmul_args *a)
+{
+    for (int t = 0; t < a->n_rows; t++) {
+        float *out = a->out + (size_t)t * a->out_stride;
+
+        for (int i = 0; i < a->w->n_parts; i++) {
+            part_row(a, &a->w->part[i], a->x + (size_t)t * a->x_stride, out);
+            out += a->w->part[i].n;
+        }
+    }
+}

@@ -1,0 +1,15 @@
+/* The plain C rows of the op table: what each op means. Single-threaded and slow; written to be
+ * read. */
+#ifndef KN_CPU_REF_REF_H
+#define KN_CPU_REF_REF_H
+
+#include "kernels/core/ops.h"
+
+#define KN_OP(name, dtypes, what)                                                                  \
+    void kn_ref_##name(struct kn_stream *stream, const struct kn_##name##_args *a);
+#include "kernels/ops.def"
+#undef KN_OP
+
+extern const struct kn_ops kn_ops_ref;
+
+#endif
