@@ -1,0 +1,211 @@
+/* Messages to bytes and back, and the queue of what waits to be sent. Loop thread.
+ *
+ * Decoding allocates from a capped arena: a few bytes of wire may ask for a struct each, and the
+ * cap, not the sender, decides how much that may cost. protobuf-c recurses only as deep as our own
+ * message types nest, and refuses groups. */
+#include "common/base/buf.h"
+#include "common/rpc/rpc_int.h"
+
+#include <grpc/byte_buffer.h>
+#include <grpc/byte_buffer_reader.h>
+#include <grpc/slice.h>
+#include <stdlib.h>
+
+#define CHUNK_BYTES  (64u << 10)
+#define RESERVE_KEPT (1u << 20) /* arena memory kept between messages */
+
+struct bt_rpc_chunk {
+    struct bt_rpc_chunk *next;
+    size_t used, cap;
+    BT_ALIGNED(16) char mem[];
+};
+
+struct item {
+    struct bt_list link;
+    grpc_byte_buffer *buf;
+    size_t bytes;
+};
+
+static void *arena_alloc(void *arg, size_t size)
+{
+    struct bt_rpc_arena *a = arg;
+    struct bt_rpc_chunk *c = a->chunks;
+    size_t cap, room = a->limit_bytes - a->total_bytes;
+    void *p;
+
+    if (size > a->limit_bytes) {
+        a->exceeded = true;
+        return NULL;
+    }
+    size = BT_DIV_UP(size, 16) * 16;
+    if (!c || c->cap - c->used < size) {
+        cap = BT_MAX(a->total_bytes, (size_t)CHUNK_BYTES); /* doubles the total */
+        cap = BT_MIN(cap, room);
+        cap = BT_MAX(cap, size);
+        c = cap <= room ? malloc(sizeof(*c) + cap) : NULL;
+        if (!c) {
+            a->exceeded = true;
+            return NULL;
+        }
+        c->used = 0;
+        c->cap = cap;
+        c->next = a->chunks;
+        a->chunks = c;
+        a->total_bytes += cap;
+    }
+    p = c->mem + c->used;
+    c->used += size;
+    return p;
+}
+
+static void arena_free(void *arg, void *p)
+{
+    /* All at once, with the next message. */
+}
+
+void bt_rpc_arena_fini(struct bt_rpc_arena *a)
+{
+    struct bt_rpc_chunk *c;
+
+    while ((c = a->chunks) != NULL) {
+        a->chunks = c->next;
+        free(c);
+    }
+    a->total_bytes = 0;
+}
+
+void bt_rpc_arena_trim(struct bt_rpc_arena *a)
+{
+    if (a->total_bytes > RESERVE_KEPT) {
+        bt_rpc_arena_fini(a);
+    }
+}
+
+static void arena_reset(struct bt_rpc_arena *a, size_t limit_bytes)
+{
+    limit_bytes = BT_MAX(limit_bytes, (size_t)CHUNK_BYTES);
+    if (a->chunks && (a->chunks->next || a->total_bytes > limit_bytes)) {
+        bt_rpc_arena_fini(a); /* pieces: start with one next time */
+    }
+    if (a->chunks) {
+        a->chunks->used = 0;
+    }
+    a->limit_bytes = limit_bytes;
+    a->exceeded = false;
+}
+
+grpc_byte_buffer *bt_rpc_pack(const ProtobufCMessage *msg, size_t *ret_bytes)
+{
+    size_t n = protobuf_c_message_get_packed_size(msg);
+    grpc_slice s = grpc_slice_malloc(n);
+    grpc_byte_buffer *buf;
+
+    protobuf_c_message_pack(msg, GRPC_SLICE_START_PTR(s));
+    buf = grpc_raw_byte_buffer_create(&s, 1);
+    grpc_slice_unref(s);
+    *ret_bytes = n;
+    return buf;
+}
+
+int bt_rpc_unpack(struct bt_rpc_arena *a,
+                  const ProtobufCMessageDescriptor *desc,
+                  grpc_byte_buffer *buf,
+                  size_t limit_bytes,
+                  ProtobufCMessage **ret_msg)
+{
+    ProtobufCAllocator alloc = {arena_alloc, arena_free, a};
+    grpc_byte_buffer_reader reader;
+    grpc_slice *first, whole = grpc_empty_slice();
+    ProtobufCMessage *msg;
+    const uint8_t *p = NULL;
+    size_t n = grpc_byte_buffer_length(buf);
+
+    arena_reset(a, limit_bytes);
+    if (!grpc_byte_buffer_reader_init(&reader, buf)) {
+        return BT_E_FORMAT;
+    }
+    if (grpc_byte_buffer_reader_peek(&reader, &first) && GRPC_SLICE_LENGTH(*first) == n) {
+        p = GRPC_SLICE_START_PTR(*first); /* in one piece: no copy */
+    } else if (n > 0) {
+        grpc_byte_buffer_reader_destroy(&reader);
+        if (!grpc_byte_buffer_reader_init(&reader, buf)) {
+            return BT_E_FORMAT;
+        }
+        whole = grpc_byte_buffer_reader_readall(&reader);
+        p = GRPC_SLICE_START_PTR(whole);
+        n = GRPC_SLICE_LENGTH(whole);
+    }
+    msg = protobuf_c_message_unpack(desc, &alloc, n, p ? p : (const uint8_t *)"");
+    grpc_slice_unref(whole);
+    grpc_byte_buffer_reader_destroy(&reader);
+    if (!msg) {
+        return a->exceeded ? BT_E_EXHAUSTED : BT_E_FORMAT;
+    }
+    *ret_msg = msg;
+    return BT_OK;
+}
+
+void bt_rpc_sendq_init(struct bt_rpc_sendq *q, size_t max_bytes)
+{
+    bt_list_init(&q->items);
+    q->bytes = 0;
+    q->max_bytes = max_bytes;
+}
+
+int bt_rpc_sendq_push(struct bt_rpc_sendq *q, const ProtobufCMessage *msg)
+{
+    size_t need = protobuf_c_message_get_packed_size(msg);
+    struct item *it;
+
+    if (need > q->max_bytes || q->bytes > q->max_bytes - need) {
+        return BT_E_EXHAUSTED;
+    }
+    it = bt_calloc(1, sizeof(*it));
+    if (!it) {
+        return BT_E_NOMEM;
+    }
+    it->buf = bt_rpc_pack(msg, &it->bytes);
+    q->bytes += it->bytes;
+    bt_list_push_back(&q->items, &it->link);
+    return BT_OK;
+}
+
+static struct item *sendq_first(const struct bt_rpc_sendq *q)
+{
+    return bt_list_empty(&q->items) ? NULL : BT_LIST_ENTRY(q->items.next, struct item, link);
+}
+
+grpc_byte_buffer *bt_rpc_sendq_head(const struct bt_rpc_sendq *q)
+{
+    struct item *it = sendq_first(q);
+
+    return it ? it->buf : NULL;
+}
+
+static void item_free(struct bt_rpc_sendq *q, struct item *it)
+{
+    q->bytes -= it->bytes;
+    bt_list_remove(&it->link);
+    grpc_byte_buffer_destroy(it->buf);
+    free(it);
+}
+
+void bt_rpc_sendq_pop(struct bt_rpc_sendq *q)
+{
+    item_free(q, sendq_first(q));
+}
+
+void bt_rpc_sendq_drop(struct bt_rpc_sendq *q, bool keep_head)
+{
+    struct bt_list *it = q->items.next;
+
+    if (keep_head && it != &q->items) {
+        it = it->next;
+    }
+    while (it != &q->items) {
+        struct bt_list *next = it->next;
+
+        item_free(q, BT_LIST_ENTRY(it, struct item, link));
+        it = next;
+    }
+}

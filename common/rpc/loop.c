@@ -1,0 +1,326 @@
+/* Control loop over one completion queue.
+ *
+ * Waking: another thread queues an empty batch on `waker`, a call on a lame channel that never does
+ * anything else; core puts its tag into the queue at once. `wake_sent` keeps at most one such tag
+ * outstanding. It is cleared before the mailbox is detached: a push that came too late for the
+ * detach found the box empty and finds the flag cleared (the mailbox mutex orders the two), so it
+ * queues a new tag.
+ *
+ * Timers: an intrusive pairing heap (Fredman, Sedgewick, Sleator, Tarjan 1986), because starting
+ * one must not allocate. */
+#include "common/rpc/loop.h"
+
+#include "common/base/buf.h"
+#include "common/rpc/rpc_int.h"
+
+#include <grpc/support/time.h>
+#include <pthread.h>
+#include <stdlib.h>
+
+struct bt_loop {
+    struct bt_cq_tag wake_tag;
+    grpc_completion_queue *cq;
+    grpc_channel *lame;
+    grpc_call *waker;
+    pthread_t owner;
+    struct bt_mailbox mailbox;
+    int wake_sent; /* atomic: a wake tag is in the queue */
+    int stop;      /* atomic: set by any thread, cleared by run */
+    struct bt_timer *timers;
+    uint64_t timer_seq;
+    uint64_t now_ns;
+    size_t n_tags;    /* in flight, the wake tag not counted */
+    size_t n_objects; /* servers and channels */
+    bool in_callback;
+    struct bt_rpc_arena arena;
+};
+
+static void wake(void *arg)
+{
+    struct bt_loop *loop = arg;
+
+    /* Pairs with the exchange in woken. */
+    if (__atomic_exchange_n(&loop->wake_sent, 1, __ATOMIC_ACQ_REL) == 0) {
+        BT_BUG_ON(grpc_call_start_batch(loop->waker, NULL, 0, &loop->wake_tag, NULL) !=
+                  GRPC_CALL_OK);
+    }
+}
+
+static void handle_mail(struct bt_loop *loop)
+{
+    struct bt_list batch, *it;
+
+    bt_list_init(&batch);
+    bt_mailbox_detach(&loop->mailbox, &batch);
+    while ((it = bt_list_pop_front(&batch)) != NULL) {
+        struct bt_msg *msg = BT_LIST_ENTRY(it, struct bt_msg, link);
+
+        msg->handle(msg, loop);
+    }
+}
+
+static void woken(struct bt_cq_tag *tag, bool ok)
+{
+    struct bt_loop *loop = BT_CONTAINER_OF(tag, struct bt_loop, wake_tag);
+
+    /* Pairs with the exchange in wake: what was pushed before the wake is visible now. */
+    __atomic_exchange_n(&loop->wake_sent, 0, __ATOMIC_ACQ_REL);
+    handle_mail(loop);
+}
+
+static bool timer_before(const struct bt_timer *a, const struct bt_timer *b)
+{
+    return a->deadline_ns != b->deadline_ns ? a->deadline_ns < b->deadline_ns : a->seq < b->seq;
+}
+
+/* Joins two heaps; roots have no siblings and no parent. Either may be NULL. */
+static struct bt_timer *heap_join(struct bt_timer *a, struct bt_timer *b)
+{
+    struct bt_timer *t;
+
+    if (!a || !b) {
+        return a ? a : b;
+    }
+    if (timer_before(b, a)) {
+        t = a;
+        a = b;
+        b = t;
+    }
+    b->prev = a;
+    b->next = a->child;
+    if (a->child) {
+        a->child->prev = b;
+    }
+    a->child = b;
+    return a;
+}
+
+/* Two-pass joining of a sibling list. */
+static struct bt_timer *heap_join_list(struct bt_timer *first)
+{
+    struct bt_timer *pairs = NULL, *root = NULL, *t;
+
+    while (first) {
+        struct bt_timer *a = first, *b = first->next;
+
+        first = b ? b->next : NULL;
+        a->prev = a->next = NULL;
+        if (b) {
+            b->prev = b->next = NULL;
+        }
+        t = heap_join(a, b);
+        t->next = pairs;
+        pairs = t;
+    }
+    while (pairs) {
+        t = pairs;
+        pairs = t->next;
+        t->next = NULL;
+        root = heap_join(root, t);
+    }
+    return root;
+}
+
+static void heap_remove(struct bt_loop *loop, struct bt_timer *t)
+{
+    struct bt_timer *rest = heap_join_list(t->child);
+
+    if (t == loop->timers) {
+        loop->timers = rest;
+    } else {
+        if (t->prev->child == t) {
+            t->prev->child = t->next;
+        } else {
+            t->prev->next = t->next;
+        }
+        if (t->next) {
+            t->next->prev = t->prev;
+        }
+        loop->timers = heap_join(loop->timers, rest);
+    }
+    t->prev = t->next = t->child = NULL;
+    t->armed = false;
+}
+
+static bool run_timers(struct bt_loop *loop)
+{
+    struct bt_timer *t;
+    uint64_t seq = loop->timer_seq; /* timers started by the ones that run wait for the next turn */
+    bool any = false;
+
+    loop->now_ns = bt_now_ns();
+    while ((t = loop->timers) != NULL && t->deadline_ns <= loop->now_ns && t->seq < seq) {
+        heap_remove(loop, t);
+        t->fn(loop, t);
+        any = true;
+    }
+    return any;
+}
+
+int bt_loop_create(struct bt_loop **ret_loop, struct bt_err *err)
+{
+    struct bt_loop *loop = bt_calloc(1, sizeof(*loop));
+    gpr_timespec never = gpr_inf_future(GPR_CLOCK_MONOTONIC);
+
+    if (!loop) {
+        return BT_FAIL(err, BT_E_NOMEM, "control loop: out of memory");
+    }
+    bt_rpc_log_init();
+    grpc_init();
+    loop->wake_tag.fn = woken;
+    loop->cq = grpc_completion_queue_create_for_next(NULL);
+    loop->lame = grpc_lame_client_channel_create("wake", GRPC_STATUS_UNAVAILABLE, "wake");
+    loop->waker =
+        grpc_channel_create_call(loop->lame, NULL, GRPC_PROPAGATE_DEFAULTS, loop->cq,
+                                 grpc_slice_from_static_string("/wake"), NULL, never, NULL);
+    loop->owner = pthread_self();
+    loop->now_ns = bt_now_ns();
+    bt_mailbox_init(&loop->mailbox, wake, loop);
+    *ret_loop = loop;
+    return BT_OK;
+}
+
+void bt_loop_destroy(struct bt_loop *loop)
+{
+    grpc_event ev;
+
+    if (!loop) {
+        return;
+    }
+    BT_BUG_ON(loop->in_callback);
+    BT_BUG_ON(loop->n_objects != 0);
+    loop->owner = pthread_self();
+    bt_mailbox_close(&loop->mailbox);
+    handle_mail(loop);
+    while (loop->n_tags > 0 || __atomic_load_n(&loop->wake_sent, __ATOMIC_ACQUIRE)) {
+        bt_loop_poll(loop, BT_NEVER_NS);
+    }
+    grpc_call_unref(loop->waker);
+    grpc_channel_destroy(loop->lame);
+    grpc_completion_queue_shutdown(loop->cq);
+    do {
+        ev = grpc_completion_queue_next(loop->cq, gpr_inf_future(GPR_CLOCK_MONOTONIC), NULL);
+    } while (ev.type != GRPC_QUEUE_SHUTDOWN);
+    grpc_completion_queue_destroy(loop->cq);
+    bt_mailbox_fini(&loop->mailbox);
+    bt_rpc_arena_fini(&loop->arena);
+    free(loop);
+    grpc_shutdown();
+}
+
+bool bt_loop_poll(struct bt_loop *loop, uint64_t deadline_ns)
+{
+    struct bt_cq_tag *tag;
+    grpc_event ev;
+    bool any;
+
+    BT_BUG_ON(loop->in_callback);
+    loop->in_callback = true;
+    any = run_timers(loop);
+    loop->in_callback = false;
+    if (any) {
+        deadline_ns = 0; /* only look at what is there already */
+    } else if (loop->timers) {
+        deadline_ns = BT_MIN(deadline_ns, loop->timers->deadline_ns);
+    }
+    ev = grpc_completion_queue_next(loop->cq, bt_rpc_to_gpr(deadline_ns), NULL);
+    loop->in_callback = true;
+    if (ev.type == GRPC_OP_COMPLETE) {
+        loop->now_ns = bt_now_ns();
+        tag = ev.tag;
+        if (tag != &loop->wake_tag) {
+            loop->n_tags--;
+        }
+        tag->fn(tag, ev.success != 0);
+        any = true;
+    } else {
+        any |= run_timers(loop);
+    }
+    loop->in_callback = false;
+    return any;
+}
+
+void bt_loop_run(struct bt_loop *loop)
+{
+    loop->owner = pthread_self();
+    /* Pairs with the store in bt_loop_stop. */
+    while (!__atomic_exchange_n(&loop->stop, 0, __ATOMIC_ACQUIRE)) {
+        bt_loop_poll(loop, BT_NEVER_NS);
+    }
+}
+
+void bt_loop_stop(struct bt_loop *loop)
+{
+    __atomic_store_n(&loop->stop, 1, __ATOMIC_RELEASE); /* pairs with the exchange in run */
+    wake(loop);
+}
+
+bool bt_loop_post(struct bt_loop *loop, struct bt_msg *msg)
+{
+    return bt_mailbox_push(&loop->mailbox, msg);
+}
+
+uint64_t bt_loop_now(const struct bt_loop *loop)
+{
+    return loop->now_ns;
+}
+
+bool bt_loop_on_thread(const struct bt_loop *loop)
+{
+    return pthread_equal(loop->owner, pthread_self()) != 0;
+}
+
+void bt_timer_start(struct bt_loop *loop, struct bt_timer *timer, uint64_t deadline_ns)
+{
+    BT_DASSERT(bt_loop_on_thread(loop));
+    bt_timer_stop(loop, timer);
+    if (deadline_ns == BT_NEVER_NS) {
+        return;
+    }
+    timer->deadline_ns = deadline_ns;
+    timer->seq = loop->timer_seq++;
+    timer->prev = timer->next = timer->child = NULL;
+    timer->armed = true;
+    loop->timers = heap_join(loop->timers, timer);
+}
+
+void bt_timer_stop(struct bt_loop *loop, struct bt_timer *timer)
+{
+    BT_DASSERT(bt_loop_on_thread(loop));
+    if (timer->armed) {
+        heap_remove(loop, timer);
+    }
+}
+
+grpc_completion_queue *bt_loop_cq(struct bt_loop *loop)
+{
+    return loop->cq;
+}
+
+void bt_loop_expect(struct bt_loop *loop)
+{
+    loop->n_tags++;
+}
+
+void bt_loop_attach(struct bt_loop *loop)
+{
+    loop->n_objects++;
+}
+
+void bt_loop_detach(struct bt_loop *loop)
+{
+    loop->n_objects--;
+}
+
+struct bt_rpc_arena *bt_loop_arena(struct bt_loop *loop)
+{
+    return &loop->arena;
+}
+
+void bt_loop_batch(
+    struct bt_loop *loop, grpc_call *call, const grpc_op *ops, size_t n_ops, struct bt_cq_tag *tag)
+{
+    BT_DASSERT(bt_loop_on_thread(loop));
+    BT_BUG_ON(grpc_call_start_batch(call, ops, n_ops, tag, NULL) != GRPC_CALL_OK);
+    loop->n_tags++;
+}

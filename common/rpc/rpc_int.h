@@ -1,0 +1,90 @@
+/* Inside of common/rpc: what loop, server and client share. Includes gRPC, so nobody else may
+ * include it. Everything here is for the loop thread. */
+#ifndef BT_RPC_RPC_INT_H
+#define BT_RPC_RPC_INT_H
+
+#include "common/ds/list.h"
+#include "common/rpc/loop.h"
+#include "common/rpc/rpc.h"
+
+#include <grpc/grpc.h>
+
+/* What a completion queue event points to; embedded in the object that waits for it. */
+struct bt_cq_tag {
+    void (*fn)(struct bt_cq_tag *tag, bool ok);
+};
+
+/* loop.c */
+grpc_completion_queue *bt_loop_cq(struct bt_loop *loop);
+/* One more tag is in flight; the loop counts it down when it arrives. */
+void bt_loop_expect(struct bt_loop *loop);
+/* Servers and channels count themselves in, so that destroy can tell a forgotten one. */
+void bt_loop_attach(struct bt_loop *loop);
+void bt_loop_detach(struct bt_loop *loop);
+struct bt_rpc_arena *bt_loop_arena(struct bt_loop *loop);
+/* Starts a batch; a refusal is a programmer error (our input was checked before). */
+void bt_loop_batch(
+    struct bt_loop *loop, grpc_call *call, const grpc_op *ops, size_t n_ops, struct bt_cq_tag *tag);
+
+/* Scratch memory for one decoded message at a time: bump allocation under a cap. */
+struct bt_rpc_chunk;
+struct bt_rpc_arena {
+    struct bt_rpc_chunk *chunks; /* newest first */
+    size_t total_bytes;          /* of all chunks */
+    size_t limit_bytes;          /* for the message being decoded */
+    bool exceeded;
+};
+void bt_rpc_arena_fini(struct bt_rpc_arena *a);
+
+/* codec.c. pack: new buffer owned by the caller, NULL when out of memory.
+ * unpack: decodes `buf` (kept by the caller) into the arena, whose content before is lost;
+ * valid until the next unpack. BT_E_FORMAT or BT_E_EXHAUSTED. */
+grpc_byte_buffer *bt_rpc_pack(const ProtobufCMessage *msg, size_t *ret_bytes);
+int bt_rpc_unpack(struct bt_rpc_arena *a,
+                  const ProtobufCMessageDescriptor *desc,
+                  grpc_byte_buffer *buf,
+                  size_t limit_bytes,
+                  ProtobufCMessage **ret_msg) BT_MUST_USE;
+/* Gives memory beyond a small reserve back. */
+void bt_rpc_arena_trim(struct bt_rpc_arena *a);
+
+/* Messages waiting to be sent on one call; the first is the one in flight, if any is. */
+struct bt_rpc_sendq {
+    struct bt_list items;
+    size_t bytes; /* all items, the one in flight included */
+    size_t max_bytes;
+};
+void bt_rpc_sendq_init(struct bt_rpc_sendq *q, size_t max_bytes);
+/* Serialises now. BT_E_EXHAUSTED (limit passed), BT_E_NOMEM. An empty queue takes any message up to
+ * the limit. */
+int bt_rpc_sendq_push(struct bt_rpc_sendq *q, const ProtobufCMessage *msg) BT_MUST_USE;
+grpc_byte_buffer *bt_rpc_sendq_head(const struct bt_rpc_sendq *q);
+void bt_rpc_sendq_pop(struct bt_rpc_sendq *q);
+/* Drops everything but the first item when `keep_head` (it is in flight). */
+void bt_rpc_sendq_drop(struct bt_rpc_sendq *q, bool keep_head);
+
+/* args.c */
+#define BT_RPC_MAX_ARGS 24
+struct bt_rpc_args {
+    grpc_arg v[BT_RPC_MAX_ARGS];
+    grpc_channel_args args;
+};
+void bt_rpc_args_server(struct bt_rpc_args *a,
+                        const struct bt_rpc_keepalive *ka,
+                        int max_message_bytes,
+                        int max_streams);
+void bt_rpc_args_client(struct bt_rpc_args *a,
+                        const struct bt_rpc_keepalive *ka,
+                        int max_message_bytes,
+                        const int backoff_ms[2]);
+gpr_timespec bt_rpc_to_gpr(uint64_t deadline_ns);
+uint64_t bt_rpc_from_gpr(gpr_timespec t);
+/* Sends gRPC's own log lines into ours; safe to repeat. */
+void bt_rpc_log_init(void);
+/* Last error line that gRPC logged on this thread; empty string if none since clear. */
+const char *bt_rpc_log_last(void);
+void bt_rpc_log_clear(void);
+/* Looks a key up in metadata of a call; {NULL, 0} = absent. */
+struct bt_str bt_rpc_md_get(const grpc_metadata_array *md, const char *key);
+
+#endif

@@ -1,0 +1,815 @@
+/* Server: request slots, calls and their one send batch, limits, drain and shutdown. Loop thread.
+ *
+ * A call struct is made before its call: it is the slot that grpc_server_request_call fills. Each
+ * batch in flight is counted in n_tags; the struct is freed when RECV_CLOSE and all others are back
+ * (an unref before that would cancel). The send side is one batch at a time of what is ready:
+ * headers, one message, status. `closed` is told when RECV_CLOSE says cancelled, else when the
+ * status batch and RECV_CLOSE are both back. */
+#include "common/rpc/server.h"
+
+#include "common/base/buf.h"
+#include "common/obs/log.h"
+#include "common/rpc/rpc_int.h"
+
+#include <arpa/inet.h>
+#include <grpc/grpc_security.h>
+#include <grpc/support/alloc.h>
+#include <netinet/in.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#define N_SLOTS      64 /* calls that core may hand over in one go; reposted at once */
+#define MAX_SERVICES 16
+#define MAX_TEXT     1000
+#define MAX_TRAILERS 4
+
+enum call_state {
+    CALL_SLOT,      /* waits for a call */
+    CALL_OPEN,      /* messages may go both ways */
+    CALL_FINISHING, /* finish was called; what is queued still goes out */
+    CALL_CLOSED,    /* `closed` was told; waits for its last tags */
+};
+
+enum server_phase {
+    SERVER_SETUP,
+    SERVER_RUNNING,
+    SERVER_DRAINING,
+    SERVER_STOPPING, /* core's shutdown was asked for */
+    SERVER_DONE,
+};
+
+struct bt_rpc_server {
+    struct bt_loop *loop;
+    struct bt_rpc_server_config config;
+    grpc_server *server;
+    enum server_phase phase;
+    const struct bt_rpc_service *services[MAX_SERVICES];
+    size_t n_services;
+    struct bt_list calls; /* struct bt_rpc_call.link, slots not included */
+    size_t n_slots;
+    size_t n_user_calls; /* opened, not infrastructure, not freed yet */
+    struct bt_cq_tag shutdown_tag;
+    bool shutdown_seen;
+    bool cancelled_all;
+    struct bt_timer grace;
+    void (*done)(void *arg);
+    void *done_arg;
+};
+
+struct bt_rpc_call {
+    struct bt_list link;
+    struct bt_rpc_server *srv;
+    grpc_call *call;
+    grpc_call_details details;
+    grpc_metadata_array metadata;
+    const struct bt_rpc_service *service; /* NULL: refused before it was opened */
+    const struct bt_rpc_method *method;
+    void *user;
+    enum call_state state;
+    int n_tags;
+
+    struct bt_cq_tag new_tag, close_tag, recv_tag, send_tag;
+    grpc_byte_buffer *recv_buf;
+    int close_cancelled;
+    bool close_seen;
+    bool receiving; /* RECV_MESSAGE in flight */
+    bool held;      /* it came back while paused; resume_timer delivers it */
+    bool held_ok;
+    bool read_done; /* nothing more is read */
+    bool paused;
+    struct bt_timer resume_timer;
+
+    struct bt_rpc_sendq sendq;
+    bool sending; /* a send batch is in flight */
+    bool sending_message;
+    bool headers_sent, want_headers;
+    bool status_sent; /* in a batch, perhaps still in flight */
+    bool want_drained;
+    int status;
+    char *status_text; /* owned, may be NULL */
+    grpc_metadata trailers[MAX_TRAILERS];
+    size_t n_trailers;
+    char *peer; /* owned, gpr_free */
+};
+
+static void post_slots(struct bt_rpc_server *srv);
+static void pump_send(struct bt_rpc_call *call);
+
+/* --- life of a call --- */
+
+static void maybe_done(struct bt_rpc_server *srv)
+{
+    void (*done)(void *arg) = srv->done;
+
+    if (srv->phase != SERVER_STOPPING) {
+        return;
+    }
+    if (srv->n_user_calls == 0 && !srv->cancelled_all) {
+        srv->cancelled_all = true;
+        grpc_server_cancel_all_calls(srv->server); /* infrastructure has no say in when we end */
+    }
+    if (!srv->shutdown_seen || srv->n_slots > 0 || !bt_list_empty(&srv->calls)) {
+        return;
+    }
+    srv->phase = SERVER_DONE;
+    bt_timer_stop(srv->loop, &srv->grace);
+    if (done) {
+        srv->done = NULL;
+        done(srv->done_arg); /* may destroy srv */
+    }
+}
+
+static void call_free(struct bt_rpc_call *call)
+{
+    bt_timer_stop(call->srv->loop, &call->resume_timer);
+    if (call->recv_buf) {
+        grpc_byte_buffer_destroy(call->recv_buf);
+    }
+    for (size_t i = 0; i < call->n_trailers; i++) {
+        grpc_slice_unref(call->trailers[i].key);
+        grpc_slice_unref(call->trailers[i].value);
+    }
+    bt_rpc_sendq_drop(&call->sendq, false);
+    free(call->status_text);
+    gpr_free(call->peer);
+    grpc_call_details_destroy(&call->details);
+    grpc_metadata_array_destroy(&call->metadata);
+    if (call->call) {
+        grpc_call_unref(call->call);
+    }
+    free(call);
+}
+
+/* Last step of every event of a call: frees it when nothing is in flight. */
+static void call_put(struct bt_rpc_call *call)
+{
+    struct bt_rpc_server *srv = call->srv;
+
+    if (call->n_tags > 0 || !call->close_seen || call->state != CALL_CLOSED) {
+        return;
+    }
+    bt_list_remove(&call->link);
+    if (call->service && !call->service->infrastructure) {
+        srv->n_user_calls--;
+    }
+    call_free(call);
+    post_slots(srv);
+    maybe_done(srv);
+}
+
+static void call_close(struct bt_rpc_call *call, bool cancelled)
+{
+    if (call->state == CALL_CLOSED) {
+        return;
+    }
+    call->state = CALL_CLOSED;
+    call->read_done = true;
+    bt_timer_stop(call->srv->loop, &call->resume_timer);
+    bt_rpc_sendq_drop(&call->sendq, call->sending_message);
+    if (call->method && call->method->closed) {
+        call->method->closed(call, cancelled);
+    }
+}
+
+static void on_close(struct bt_cq_tag *tag, bool ok)
+{
+    struct bt_rpc_call *call = BT_CONTAINER_OF(tag, struct bt_rpc_call, close_tag);
+
+    call->n_tags--;
+    call->close_seen = true;
+    if (call->close_cancelled || !call->status_sent) {
+        call_close(call, true);
+    } else if (!call->sending) {
+        call_close(call, false);
+    }
+    call_put(call);
+}
+
+/* --- receive side --- */
+
+static void post_recv(struct bt_rpc_call *call)
+{
+    grpc_op op = {.op = GRPC_OP_RECV_MESSAGE, .data.recv_message.recv_message = &call->recv_buf};
+
+    if (call->state != CALL_OPEN || call->read_done || call->receiving || call->held ||
+        call->paused) {
+        return;
+    }
+    call->receiving = true;
+    call->n_tags++;
+    bt_loop_batch(call->srv->loop, call->call, &op, 1, &call->recv_tag);
+}
+
+static void end_of_input(struct bt_rpc_call *call)
+{
+    call->read_done = true;
+    if (call->state == CALL_OPEN && call->method->half_close) {
+        call->method->half_close(call);
+    }
+}
+
+static void handle_message(struct bt_rpc_call *call)
+{
+    const struct bt_rpc_method *m = call->method;
+    struct bt_rpc_arena *arena = bt_loop_arena(call->srv->loop);
+    ProtobufCMessage *msg;
+    char text[256];
+    int rc;
+
+    rc = bt_rpc_unpack(arena, m->request, call->recv_buf, 8 * call->srv->config.max_message_bytes,
+                       &msg);
+    grpc_byte_buffer_destroy(call->recv_buf);
+    call->recv_buf = NULL;
+    if (rc == BT_OK) {
+        m->message(call, msg);
+    } else if (rc == BT_E_EXHAUSTED) {
+        snprintf(text, sizeof(text), "%s: %s takes too much memory when decoded", m->path,
+                 m->request->name);
+        bt_rpc_call_finish(call, BT_RPC_RESOURCE_EXHAUSTED, text);
+    } else {
+        snprintf(text, sizeof(text), "%s: malformed %s", m->path, m->request->name);
+        bt_rpc_call_finish(call, BT_RPC_INVALID_ARGUMENT, text);
+    }
+    bt_rpc_arena_trim(arena);
+}
+
+/* A receive came back; recv_buf is the message or NULL at the end of the input. */
+static void received(struct bt_rpc_call *call, bool ok)
+{
+    const struct bt_rpc_method *m = call->method;
+    char text[256];
+
+    if (call->state != CALL_OPEN) {
+        call->read_done = true; /* recv_buf goes with the call */
+    } else if (ok && call->recv_buf) {
+        handle_message(call);
+        if (!m->client_stream && call->state == CALL_OPEN) {
+            end_of_input(call);
+        }
+    } else if (ok && !m->client_stream) {
+        call->read_done = true;
+        snprintf(text, sizeof(text), "%s: the request message is missing", m->path);
+        bt_rpc_call_finish(call, BT_RPC_INVALID_ARGUMENT, text);
+    } else if (ok) {
+        end_of_input(call);
+    } else {
+        call->read_done = true; /* broken call: RECV_CLOSE says so */
+    }
+    post_recv(call);
+}
+
+static void on_recv(struct bt_cq_tag *tag, bool ok)
+{
+    struct bt_rpc_call *call = BT_CONTAINER_OF(tag, struct bt_rpc_call, recv_tag);
+
+    call->n_tags--;
+    call->receiving = false;
+    if (call->paused && call->state == CALL_OPEN) {
+        call->held = true;
+        call->held_ok = ok;
+    } else {
+        received(call, ok);
+    }
+    call_put(call);
+}
+
+static void on_resume(struct bt_loop *loop, struct bt_timer *timer)
+{
+    struct bt_rpc_call *call = BT_CONTAINER_OF(timer, struct bt_rpc_call, resume_timer);
+
+    if (call->paused || !call->held) {
+        return;
+    }
+    call->held = false;
+    received(call, call->held_ok);
+}
+
+/* --- send side --- */
+
+static void pump_send(struct bt_rpc_call *call)
+{
+    grpc_byte_buffer *head = bt_rpc_sendq_head(&call->sendq);
+    bool last = call->state == CALL_FINISHING &&
+                (!head || call->sendq.items.next->next == &call->sendq.items);
+    grpc_slice text = grpc_empty_slice();
+    grpc_op ops[3] = {0};
+    size_t n = 0;
+
+    if (call->sending || call->state == CALL_CLOSED || call->close_seen || call->status_sent) {
+        return;
+    }
+    if (!call->headers_sent && (head || last || call->want_headers)) {
+        ops[n++].op = GRPC_OP_SEND_INITIAL_METADATA;
+        call->headers_sent = true;
+    }
+    if (head) {
+        ops[n].op = GRPC_OP_SEND_MESSAGE;
+        ops[n++].data.send_message.send_message = head;
+    }
+    if (last) {
+        text = grpc_slice_from_copied_string(call->status_text ? call->status_text : "");
+        ops[n].op = GRPC_OP_SEND_STATUS_FROM_SERVER;
+        ops[n].data.send_status_from_server.status = (grpc_status_code)call->status;
+        ops[n].data.send_status_from_server.status_details = &text;
+        ops[n].data.send_status_from_server.trailing_metadata = call->trailers;
+        ops[n++].data.send_status_from_server.trailing_metadata_count = call->n_trailers;
+        call->status_sent = true;
+    }
+    if (n > 0) {
+        call->sending = true;
+        call->sending_message = head != NULL;
+        call->n_tags++;
+        bt_loop_batch(call->srv->loop, call->call, ops, n, &call->send_tag);
+    }
+    grpc_slice_unref(text);
+}
+
+static void on_sent(struct bt_cq_tag *tag, bool ok)
+{
+    struct bt_rpc_call *call = BT_CONTAINER_OF(tag, struct bt_rpc_call, send_tag);
+
+    call->n_tags--;
+    call->sending = false;
+    if (call->sending_message) {
+        call->sending_message = false;
+        bt_rpc_sendq_pop(&call->sendq);
+    }
+    if (!ok) {
+        bt_rpc_sendq_drop(&call->sendq, false); /* RECV_CLOSE tells the rest */
+    }
+    if (call->status_sent && call->close_seen) {
+        call_close(call, call->close_cancelled || !ok);
+    } else if (ok) {
+        pump_send(call);
+        if (call->want_drained && !call->sending && call->state == CALL_OPEN) {
+            call->want_drained = false;
+            call->method->drained(call);
+        }
+    }
+    call_put(call);
+}
+
+/* --- new calls --- */
+
+static bool find_method(struct bt_rpc_call *call)
+{
+    struct bt_rpc_server *srv = call->srv;
+    grpc_slice path = call->details.method;
+
+    /* A few dozen rows: comparing them all costs less than a hash of the path. */
+    for (size_t s = 0; s < srv->n_services; s++) {
+        for (size_t i = 0; i < srv->services[s]->n_methods; i++) {
+            if (grpc_slice_str_cmp(path, srv->services[s]->methods[i].path) == 0) {
+                call->service = srv->services[s];
+                call->method = &srv->services[s]->methods[i];
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+static void refuse(struct bt_rpc_call *call, int status, const char *text)
+{
+    call->service = NULL;
+    call->method = NULL;
+    bt_rpc_call_finish(call, status, text);
+}
+
+static void dispatch(struct bt_rpc_call *call)
+{
+    struct bt_rpc_server *srv = call->srv;
+    char text[300];
+    int path_len = (int)BT_MIN(GRPC_SLICE_LENGTH(call->details.method), (size_t)200);
+
+    if (!find_method(call)) {
+        snprintf(text, sizeof(text), "unknown method %.*s", path_len,
+                 (const char *)GRPC_SLICE_START_PTR(call->details.method));
+        refuse(call, BT_RPC_UNIMPLEMENTED, text);
+        return;
+    }
+    if (!call->service->infrastructure) {
+        if (srv->phase != SERVER_RUNNING) {
+            refuse(call, BT_RPC_UNAVAILABLE, "server is draining");
+            return;
+        }
+        if (srv->n_user_calls >= (size_t)srv->config.max_calls) {
+            snprintf(text, sizeof(text), "server has its limit of %d calls", srv->config.max_calls);
+            refuse(call, BT_RPC_RESOURCE_EXHAUSTED, text);
+            return;
+        }
+        srv->n_user_calls++;
+    }
+    if (call->method->open) {
+        call->method->open(call);
+    }
+    post_recv(call);
+}
+
+static void on_new(struct bt_cq_tag *tag, bool ok)
+{
+    struct bt_rpc_call *call = BT_CONTAINER_OF(tag, struct bt_rpc_call, new_tag);
+    struct bt_rpc_server *srv = call->srv;
+    grpc_op op = {.op = GRPC_OP_RECV_CLOSE_ON_SERVER,
+                  .data.recv_close_on_server.cancelled = &call->close_cancelled};
+
+    srv->n_slots--;
+    if (!ok) { /* shutdown: nothing was bound */
+        call_free(call);
+        maybe_done(srv);
+        return;
+    }
+    post_slots(srv);
+    bt_list_push_back(&srv->calls, &call->link);
+    call->state = CALL_OPEN;
+    call->n_tags = 1;
+    bt_loop_batch(srv->loop, call->call, &op, 1, &call->close_tag);
+    dispatch(call);
+}
+
+static void post_slots(struct bt_rpc_server *srv)
+{
+    grpc_completion_queue *cq = bt_loop_cq(srv->loop);
+    struct bt_rpc_call *call;
+
+    while (srv->n_slots < N_SLOTS &&
+           (srv->phase == SERVER_RUNNING || srv->phase == SERVER_DRAINING)) {
+        call = bt_calloc(1, sizeof(*call));
+        if (!call) {
+            return; /* the next call that ends tries again */
+        }
+        call->srv = srv;
+        call->new_tag.fn = on_new;
+        call->close_tag.fn = on_close;
+        call->recv_tag.fn = on_recv;
+        call->send_tag.fn = on_sent;
+        call->resume_timer.fn = on_resume;
+        bt_list_init(&call->link);
+        bt_rpc_sendq_init(&call->sendq, srv->config.max_queued_bytes);
+        grpc_call_details_init(&call->details);
+        grpc_metadata_array_init(&call->metadata);
+        BT_BUG_ON(grpc_server_request_call(srv->server, &call->call, &call->details,
+                                           &call->metadata, cq, cq,
+                                           &call->new_tag) != GRPC_CALL_OK);
+        bt_loop_expect(srv->loop);
+        srv->n_slots++;
+    }
+}
+
+/* --- server --- */
+
+static void on_shutdown(struct bt_cq_tag *tag, bool ok)
+{
+    struct bt_rpc_server *srv = BT_CONTAINER_OF(tag, struct bt_rpc_server, shutdown_tag);
+
+    srv->shutdown_seen = true;
+    maybe_done(srv);
+}
+
+static void on_grace(struct bt_loop *loop, struct bt_timer *timer)
+{
+    struct bt_rpc_server *srv = BT_CONTAINER_OF(timer, struct bt_rpc_server, grace);
+
+    if (!srv->cancelled_all) {
+        srv->cancelled_all = true;
+        BT_DEBUG("rpc-grace-over", "calls=%zu msg=\"cancelling calls that still run\"",
+                 srv->n_user_calls);
+        grpc_server_cancel_all_calls(srv->server);
+    }
+}
+
+int bt_rpc_server_create(struct bt_loop *loop,
+                         const struct bt_rpc_server_config *config,
+                         struct bt_rpc_server **ret_srv,
+                         struct bt_err *err)
+{
+    struct bt_rpc_server *srv;
+    struct bt_rpc_server_config c = config ? *config : (struct bt_rpc_server_config){0};
+    struct bt_rpc_args args;
+
+    c.max_message_bytes = c.max_message_bytes ? c.max_message_bytes : BT_RPC_MAX_MESSAGE_BYTES;
+    c.max_queued_bytes = c.max_queued_bytes ? c.max_queued_bytes : BT_RPC_MAX_QUEUED_BYTES;
+    c.max_calls = c.max_calls > 0 ? c.max_calls : 4096;
+    c.max_streams = c.max_streams > 0 ? c.max_streams : 1024;
+    if (c.max_message_bytes > (1u << 30) || c.max_queued_bytes > (1u << 30)) {
+        return BT_FAIL(err, BT_E_CONFIG, "rpc: message and queue limits are at most 1 GiB");
+    }
+    srv = bt_calloc(1, sizeof(*srv));
+    if (!srv) {
+        return BT_FAIL(err, BT_E_NOMEM, "rpc server: out of memory");
+    }
+    srv->loop = loop;
+    srv->config = c;
+    srv->shutdown_tag.fn = on_shutdown;
+    srv->grace.fn = on_grace;
+    bt_list_init(&srv->calls);
+    bt_rpc_args_server(&args, &c.keepalive, (int)c.max_message_bytes, c.max_streams);
+    srv->server = grpc_server_create(&args.args, NULL);
+    grpc_server_register_completion_queue(srv->server, bt_loop_cq(loop), NULL);
+    bt_loop_attach(loop);
+    *ret_srv = srv;
+    return BT_OK;
+}
+
+void bt_rpc_server_destroy(struct bt_rpc_server *srv)
+{
+    if (!srv) {
+        return;
+    }
+    srv->done = NULL;
+    if (srv->phase != SERVER_DONE) {
+        bt_rpc_server_shutdown(srv, 0, NULL, NULL);
+        while (srv->phase != SERVER_DONE) {
+            bt_loop_poll(srv->loop, BT_NEVER_NS);
+        }
+    }
+    grpc_server_destroy(srv->server);
+    bt_loop_detach(srv->loop);
+    free(srv);
+}
+
+bool bt_rpc_address_is_local(const char *address)
+{
+    const char *colon = strrchr(address, ':');
+    char host[80];
+    struct in6_addr a6;
+    struct in_addr a4;
+    size_t n;
+
+    if (strncmp(address, "unix:", 5) == 0 || strncmp(address, "unix-abstract:", 14) == 0) {
+        return true;
+    }
+    n = colon ? (size_t)(colon - address) : strlen(address);
+    if (n >= 2 && address[0] == '[' && address[n - 1] == ']') {
+        address++;
+        n -= 2;
+    }
+    if (n >= sizeof(host)) {
+        return false;
+    }
+    memcpy(host, address, n);
+    host[n] = 0;
+    if (strcmp(host, "localhost") == 0) {
+        return true;
+    }
+    if (inet_pton(AF_INET, host, &a4) == 1) {
+        return ntohl(a4.s_addr) >> 24 == 127;
+    }
+    return inet_pton(AF_INET6, host, &a6) == 1 &&
+           (IN6_IS_ADDR_LOOPBACK(&a6) || (IN6_IS_ADDR_V4MAPPED(&a6) && a6.s6_addr[12] == 127));
+}
+
+int bt_rpc_server_listen(struct bt_rpc_server *srv,
+                         const char *address,
+                         int *ret_port,
+                         struct bt_err *err)
+{
+    grpc_server_credentials *creds;
+    const char *why;
+    int port;
+
+    BT_BUG_ON(srv->phase != SERVER_SETUP);
+    if (!srv->config.allow_insecure && !bt_rpc_address_is_local(address)) {
+        return BT_FAIL(err, BT_E_CONFIG,
+                       "listen address %.100s can be reached from other machines and calls are not "
+                       "encrypted; use a loopback address or set allow_insecure",
+                       address);
+    }
+    creds = grpc_insecure_server_credentials_create();
+    bt_rpc_log_clear();
+    port = grpc_server_add_http2_port(srv->server, address, creds);
+    grpc_server_credentials_release(creds);
+    if (port == 0) {
+        why = strstr(bt_rpc_log_last(), "os_error:\"");
+        why = why ? why + 10 : "not an address, or it cannot be bound\"";
+        return BT_FAIL(err, BT_E_IO, "cannot listen on %.100s: %.*s", address,
+                       (int)strcspn(why, "\""), why);
+    }
+    if (ret_port) {
+        *ret_port = port;
+    }
+    return BT_OK;
+}
+
+int bt_rpc_server_register(struct bt_rpc_server *srv,
+                           const struct bt_rpc_service *service,
+                           struct bt_err *err)
+{
+    BT_BUG_ON(srv->phase != SERVER_SETUP);
+    if (srv->n_services == MAX_SERVICES) {
+        return BT_FAIL(err, BT_E_NOMEM, "rpc server: more than %d services", MAX_SERVICES);
+    }
+    for (size_t s = 0; s < srv->n_services; s++) {
+        if (strcmp(srv->services[s]->name, service->name) == 0) {
+            return BT_FAIL(err, BT_E_EXISTS, "rpc server: service %s is there twice",
+                           service->name);
+        }
+    }
+    srv->services[srv->n_services++] = service;
+    return BT_OK;
+}
+
+int bt_rpc_server_start(struct bt_rpc_server *srv, struct bt_err *err)
+{
+    BT_BUG_ON(srv->phase != SERVER_SETUP);
+    grpc_server_start(srv->server);
+    srv->phase = SERVER_RUNNING;
+    post_slots(srv);
+    return srv->n_slots > 0 ? BT_OK : BT_FAIL(err, BT_E_NOMEM, "rpc server: out of memory");
+}
+
+void bt_rpc_server_drain(struct bt_rpc_server *srv)
+{
+    if (srv->phase == SERVER_RUNNING) {
+        srv->phase = SERVER_DRAINING;
+    }
+}
+
+void bt_rpc_server_shutdown(struct bt_rpc_server *srv,
+                            uint64_t deadline_ns,
+                            void (*done)(void *arg),
+                            void *arg)
+{
+    BT_BUG_ON(srv->phase == SERVER_DONE);
+    bt_timer_start(srv->loop, &srv->grace, deadline_ns);
+    if (srv->phase == SERVER_STOPPING) {
+        return;
+    }
+    srv->phase = SERVER_STOPPING;
+    srv->done = done;
+    srv->done_arg = arg;
+    grpc_server_shutdown_and_notify(srv->server, bt_loop_cq(srv->loop), &srv->shutdown_tag);
+    bt_loop_expect(srv->loop);
+    if (srv->n_user_calls == 0) {
+        srv->cancelled_all = true;
+        grpc_server_cancel_all_calls(srv->server);
+    }
+}
+
+struct bt_loop *bt_rpc_server_loop(const struct bt_rpc_server *srv)
+{
+    return srv->loop;
+}
+
+size_t bt_rpc_server_n_calls(const struct bt_rpc_server *srv)
+{
+    return srv->n_user_calls;
+}
+
+const struct bt_rpc_service *bt_rpc_server_service(const struct bt_rpc_server *srv, size_t idx)
+{
+    return idx < srv->n_services ? srv->services[idx] : NULL;
+}
+
+/* --- the handler's side of a call --- */
+
+int bt_rpc_call_send(struct bt_rpc_call *call, const ProtobufCMessage *msg)
+{
+    int rc;
+
+    if (call->state != CALL_OPEN || call->close_seen) {
+        return BT_E_CANCELLED;
+    }
+    BT_BUG_ON(msg->descriptor != call->method->response);
+    rc = bt_rpc_sendq_push(&call->sendq, msg);
+    if (rc == BT_OK) {
+        pump_send(call);
+    }
+    return rc;
+}
+
+void bt_rpc_call_send_headers(struct bt_rpc_call *call)
+{
+    call->want_headers = true;
+    pump_send(call);
+}
+
+/* NULL when out of memory: the status goes out without a text then. */
+static char *cut_copy(const char *text)
+{
+    size_t n = BT_MIN(strlen(text), (size_t)MAX_TEXT);
+    char *copy = malloc(n + 1);
+
+    if (copy) {
+        memcpy(copy, text, n);
+        copy[n] = 0;
+    }
+    return copy;
+}
+
+void bt_rpc_call_finish(struct bt_rpc_call *call, int status, const char *text)
+{
+    if (call->state != CALL_OPEN) {
+        return;
+    }
+    call->state = CALL_FINISHING;
+    call->status = status;
+    call->status_text = text ? cut_copy(text) : NULL;
+    pump_send(call);
+}
+
+void bt_rpc_call_fail(struct bt_rpc_call *call, int rc, const struct bt_err *err)
+{
+    bt_rpc_call_finish(call, bt_rc_grpc(rc), bt_err_msg(err, rc));
+}
+
+void bt_rpc_call_reply(struct bt_rpc_call *call, const ProtobufCMessage *msg)
+{
+    int rc;
+
+    if (call->state != CALL_OPEN) {
+        return;
+    }
+    BT_BUG_ON(msg->descriptor != call->method->response);
+    rc = bt_rpc_sendq_push(&call->sendq, msg); /* not sent yet: goes with the status */
+    bt_rpc_call_finish(call, bt_rc_grpc(rc), rc < 0 ? "reply: too large to be queued" : NULL);
+}
+
+int bt_rpc_call_add_trailer(struct bt_rpc_call *call, const char *key, const char *value)
+{
+    grpc_metadata *m = &call->trailers[call->n_trailers];
+    grpc_slice k, v;
+
+    if (call->n_trailers == MAX_TRAILERS || call->status_sent) {
+        return BT_E_EXHAUSTED;
+    }
+    k = grpc_slice_from_copied_string(key);
+    v = grpc_slice_from_copied_string(value);
+    if (!grpc_header_key_is_legal(k) || grpc_is_binary_header(k) ||
+        !grpc_header_nonbin_value_is_legal(v) || strncmp(key, "grpc-", 5) == 0) {
+        grpc_slice_unref(k);
+        grpc_slice_unref(v);
+        return BT_E_INVALID;
+    }
+    m->key = k;
+    m->value = v;
+    call->n_trailers++;
+    return BT_OK;
+}
+
+size_t bt_rpc_call_queued_bytes(const struct bt_rpc_call *call)
+{
+    return call->sendq.bytes;
+}
+
+bool bt_rpc_call_want_drained(struct bt_rpc_call *call)
+{
+    call->want_drained =
+        call->method->drained && call->state == CALL_OPEN && bt_rpc_sendq_head(&call->sendq);
+    return call->want_drained;
+}
+
+void bt_rpc_call_pause(struct bt_rpc_call *call)
+{
+    call->paused = true;
+}
+
+void bt_rpc_call_resume(struct bt_rpc_call *call)
+{
+    call->paused = false;
+    if (call->state != CALL_OPEN) {
+        return;
+    }
+    if (call->held) {
+        bt_timer_start(call->srv->loop, &call->resume_timer, bt_loop_now(call->srv->loop));
+    }
+    post_recv(call);
+}
+
+void bt_rpc_call_set_user(struct bt_rpc_call *call, void *user)
+{
+    call->user = user;
+}
+
+void *bt_rpc_call_user(const struct bt_rpc_call *call)
+{
+    return call->user;
+}
+
+void *bt_rpc_call_service_user(const struct bt_rpc_call *call)
+{
+    return call->service->user;
+}
+
+struct bt_loop *bt_rpc_call_loop(const struct bt_rpc_call *call)
+{
+    return call->srv->loop;
+}
+
+uint64_t bt_rpc_call_deadline_ns(const struct bt_rpc_call *call)
+{
+    return bt_rpc_from_gpr(call->details.deadline);
+}
+
+const char *bt_rpc_call_peer(struct bt_rpc_call *call)
+{
+    if (!call->peer) {
+        call->peer = grpc_call_get_peer(call->call);
+    }
+    return call->peer ? call->peer : "";
+}
+
+struct bt_str bt_rpc_call_metadata(const struct bt_rpc_call *call, const char *key)
+{
+    return bt_rpc_md_get(&call->metadata, key);
+}
