@@ -1,0 +1,506 @@
+/* The engine's thread: mailbox, plan, forward, sample, emit.
+ *
+ * Submit and cancel make messages on the caller's thread; handoff events come as messages from the
+ * net's thread. All else happens here. While there is work the loop does not sleep; without work it
+ * waits for a message or the next deadline. Memory of a step's outputs is one allocation, made when
+ * the first output comes and freed by the receiver; nothing else is allocated in the loop.
+ */
+#include "kernels/engine/engine_int.h"
+
+#include "common/base/buf.h"
+#include "common/obs/log.h"
+#include "common/thr/thread.h"
+#include "common/thr/time.h"
+
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+/* How long a queued request waits before holders give way to it, and before reservations are
+ * withdrawn for it. Long against a step, short against a person's patience. */
+#define PATIENCE_NS (2 * BT_NS_PER_S)
+#define WITHDRAW_NS (10 * BT_NS_PER_S)
+
+#define STEP_OUTPUTS 64 /* least capacity of a step */
+
+struct cancel {
+    struct bt_msg msg;
+    uint64_t tag;
+};
+
+/* ---- outputs ---- */
+
+static size_t step_cap(const struct kn_engine *e)
+{
+    return BT_MAX((size_t)e->cfg.max_running, (size_t)STEP_OUTPUTS);
+}
+
+static void flush(struct kn_engine *e)
+{
+    struct kn_step *step = e->step;
+
+    e->step = NULL;
+    if (step) {
+        e->cfg.emit(e->cfg.emit_arg, step);
+    }
+}
+
+/* Step, outputs and tokens in one piece. Running out of memory here cannot be told to anybody. */
+static void begin_step(struct kn_engine *e)
+{
+    size_t n = step_cap(e);
+    char *p =
+        malloc(sizeof(struct kn_step) + n * sizeof(struct kn_output) + n * sizeof(struct kn_token));
+
+    BT_BUG_ON(!p);
+    e->step = (struct kn_step *)p;
+    *e->step = (struct kn_step){.outputs = (struct kn_output *)(p + sizeof(struct kn_step))};
+    bt_list_init(&e->step->msg.link);
+    e->step_tokens = 0;
+}
+
+void kn_step_free(struct kn_step *step)
+{
+    free(step);
+}
+
+static void on_output(void *arg, const struct kn_output *out)
+{
+    struct kn_engine *e = arg;
+    struct kn_token *tokens;
+    struct kn_output *o;
+
+    BT_BUG_ON(out->n_tokens > step_cap(e));
+    if (e->step &&
+        (e->step->n_outputs == step_cap(e) || e->step_tokens + out->n_tokens > step_cap(e))) {
+        flush(e);
+    }
+    if (!e->step) {
+        begin_step(e);
+    }
+    tokens = (struct kn_token *)(e->step->outputs + step_cap(e)) + e->step_tokens;
+    if (out->n_tokens > 0) {
+        memcpy(tokens, out->tokens, out->n_tokens * sizeof(*tokens));
+    }
+    o = &e->step->outputs[e->step->n_outputs++];
+    *o = *out;
+    o->tokens = tokens;
+    e->step_tokens += out->n_tokens;
+}
+
+/* ---- messages ---- */
+
+static void handle_submit(struct bt_msg *msg, void *consumer)
+{
+    struct kn_seq *s = BT_CONTAINER_OF(msg, struct kn_seq, submit);
+    struct kn_engine *e = consumer;
+
+    if (e->ended_all) {
+        struct kn_output out = {.tag = s->tag, .offset = s->n_answer, .rc = BT_E_CANCELLED};
+
+        snprintf(out.err_msg, sizeof(out.err_msg), "the engine stops");
+        on_output(e, &out);
+        kn_seq_destroy(s);
+    } else {
+        kn_sched_add(e->sched, s);
+    }
+    atomic_store_explicit(&e->stats.waiting, kn_sched_stats(e->sched).n_state[KN_SEQ_WAITING],
+                          memory_order_relaxed);
+    atomic_fetch_sub_explicit(&e->n_pending, 1, memory_order_relaxed);
+}
+
+static void handle_cancel(struct bt_msg *msg, void *consumer)
+{
+    struct cancel *c = BT_CONTAINER_OF(msg, struct cancel, msg);
+    struct kn_engine *e = consumer;
+    struct kn_seq *s = kn_sched_find(e->sched, c->tag);
+
+    if (s) {
+        kn_sched_end(e->sched, s, BT_E_CANCELLED, "cancelled");
+    }
+    free(c);
+}
+
+/* ---- the loop ---- */
+
+static void publish_stats(struct kn_engine *e)
+{
+    struct kn_sched_stats s = kn_sched_stats(e->sched);
+
+#define PUT(field, value) atomic_store_explicit(&e->stats.field, (value), memory_order_relaxed)
+    PUT(waiting, s.n_state[KN_SEQ_WAITING] + s.n_state[KN_SEQ_PREEMPTED]);
+    PUT(running, s.n_state[KN_SEQ_RUNNING] + s.n_state[KN_SEQ_PREFILLING]);
+    PUT(holding, s.n_state[KN_SEQ_HOLDING]);
+    PUT(tokens_waiting, s.tokens_waiting);
+    PUT(steps, s.steps);
+    PUT(tokens_computed, s.tokens_computed);
+    PUT(tokens_generated, s.tokens_generated);
+    PUT(preemptions, s.preemptions);
+#undef PUT
+}
+
+struct layer_arg {
+    struct kn_engine *e;
+    const struct kn_step_plan *plan;
+};
+
+static void on_layer_done(void *arg, int layer)
+{
+    struct layer_arg *a = arg;
+
+    kn_xfer_layer_done(a->e, a->plan, layer);
+}
+
+static void run_step(struct kn_engine *e, const struct kn_step_plan *plan)
+{
+    struct layer_arg layer = {e, plan};
+    struct kn_exec_args args = {
+        .plan = plan,
+        .sched = e->sched,
+        .layer_done = e->handoff ? on_layer_done : NULL,
+        .layer_done_arg = &layer,
+        .drawn = e->drawn,
+    };
+    struct bt_err err = {.rc = BT_OK};
+    int rc = kn_exec_run(e->exec, &args, &err);
+
+    if (rc < 0) {
+        BT_ERROR("step_failed", "rc=%s rows=%u msg=\"%s\"", bt_rc_name(rc), plan->n_rows,
+                 bt_err_msg(&err, rc));
+        kn_sched_step_failed(e->sched, plan, rc, bt_err_msg(&err, rc));
+        return;
+    }
+    kn_sched_step_done(e->sched, plan, e->drawn);
+}
+
+/* Waits for a message, at most until the scheduler has something to do by itself. */
+static void sleep_until(struct kn_engine *e, uint64_t wake_ns)
+{
+    struct pollfd fd = {.fd = e->wake_fd, .events = POLLIN};
+    uint64_t now = bt_now_ns(), delay = wake_ns > now ? wake_ns - now : 0;
+    struct timespec ts = {.tv_sec = (time_t)(delay / BT_NS_PER_S),
+                          .tv_nsec = (long)(delay % BT_NS_PER_S)};
+
+    ppoll(&fd, 1, wake_ns == BT_NEVER_NS ? NULL : &ts, NULL);
+    bt_eventfd_clear(e->wake_fd);
+}
+
+static void *engine_main(void *arg)
+{
+    struct kn_engine *e = arg;
+
+    for (;;) {
+        const struct kn_step_plan *plan;
+
+        bt_mailbox_drain(&e->mailbox, e);
+        /* Pairs with the release in stop. */
+        if (!e->ended_all && atomic_load_explicit(&e->stopping, memory_order_acquire)) {
+            e->ended_all = true;
+            kn_sched_end_all(e->sched, BT_E_CANCELLED, "the engine stops");
+        }
+        kn_sched_tick(e->sched, bt_now_ns());
+        plan = kn_sched_plan(e->sched, bt_now_ns());
+        if (plan->n_rows > 0) {
+            run_step(e, plan);
+        }
+        publish_stats(e);
+        flush(e);
+        if (e->ended_all && kn_sched_stats(e->sched).n_live == 0) {
+            break;
+        }
+        if (plan->n_rows == 0) {
+            sleep_until(e, kn_sched_next_wake_ns(e->sched));
+        }
+    }
+    bt_mailbox_close(&e->mailbox);
+    bt_mailbox_drain(&e->mailbox, e); /* late submits end with CANCELLED */
+    flush(e);
+    return NULL;
+}
+
+/* ---- life ---- */
+
+static int check_cfg(const struct kn_engine_cfg *cfg, struct bt_err *err)
+{
+    const struct bt_model_config *mc = bt_model_config(cfg->file);
+
+    if (cfg->max_ctx < 0 || cfg->max_ctx > mc->n_ctx) {
+        return BT_FAIL(err, BT_E_CONFIG, "max_ctx is %d, the model has %d positions", cfg->max_ctx,
+                       mc->n_ctx);
+    }
+    if (cfg->max_batch_tokens < 1 || cfg->max_running < 1 || cfg->max_waiting < 1) {
+        return BT_FAIL(err, BT_E_CONFIG,
+                       "max_batch_tokens %d, max_running %d and max_waiting %d must be at least 1",
+                       cfg->max_batch_tokens, cfg->max_running, cfg->max_waiting);
+    }
+    return BT_OK;
+}
+
+static int create_pool(struct kn_engine *e, struct bt_err *err)
+{
+    const struct bt_model_config *mc = bt_model_config(e->cfg.file);
+    struct kv_layout l = {.n_layers = mc->n_layers,
+                          .n_kv_heads = mc->n_kv_heads,
+                          .head_dim = mc->head_dim,
+                          .page_tokens = e->cfg.page_tokens,
+                          .dtype = e->cfg.kv_dtype,
+                          .n_pages = 1};
+    size_t n, tokens;
+    int rc = kv_layout_init(&l, err);
+
+    if (rc < 0) {
+        return rc;
+    }
+    n = BT_MIN(e->cfg.pool_bytes / l.bytes, (size_t)INT32_MAX);
+    if (n == 0) {
+        return BT_FAIL(err, BT_E_CONFIG, "pool of %zu bytes holds no page of %zu bytes",
+                       e->cfg.pool_bytes, l.bytes);
+    }
+    l.n_pages = (uint32_t)n;
+    rc = kv_layout_init(&l, err);
+    if (rc < 0) {
+        return rc;
+    }
+    tokens = n * (size_t)l.page_tokens;
+    e->max_tokens = (uint32_t)BT_MIN((size_t)e->max_ctx, tokens);
+    return kv_pool_create(&l, e->cfg.mem ? e->cfg.mem : &bt_mem_host, "baton-kv", &e->pool, err);
+}
+
+static int create_exec(struct kn_engine *e, struct bt_err *err)
+{
+    struct kn_exec_cfg cfg = {
+        .model = {.file = e->cfg.file,
+                  .n_threads = e->cfg.n_threads,
+                  .isa = e->cfg.isa ? e->cfg.isa : "auto",
+                  .max_batch_tokens = e->cfg.max_batch_tokens,
+                  .max_batch_seqs = e->cfg.max_running,
+                  .max_outputs = BT_MIN(e->cfg.max_running, e->cfg.max_batch_tokens),
+                  .max_ctx = e->max_ctx},
+        .pool = e->pool,
+    };
+
+    e->drawn = bt_calloc((size_t)e->cfg.max_running, sizeof(*e->drawn));
+    if (!e->drawn) {
+        return BT_FAIL(err, BT_E_NOMEM, "engine: no memory");
+    }
+    return kn_exec_create(&cfg, &e->exec, err);
+}
+
+static int create_sched(struct kn_engine *e, struct bt_err *err)
+{
+    struct kn_sched_cfg cfg = {
+        .pool = e->pool,
+        .max_batch_tokens = e->cfg.max_batch_tokens,
+        .max_running = e->cfg.max_running,
+        .n_vocab = bt_model_config(e->cfg.file)->n_vocab,
+        .patience_ns = PATIENCE_NS,
+        .withdraw_ns = WITHDRAW_NS,
+        .xfer = &kn_xfer_handoff,
+        .xfer_arg = e,
+        .output = on_output,
+        .output_arg = e,
+    };
+
+    return kn_sched_create(&cfg, &e->sched, err);
+}
+
+int kn_engine_create(const struct kn_engine_cfg *cfg,
+                     struct kn_engine **ret_engine,
+                     struct bt_err *err)
+{
+    struct kn_engine *e;
+    int rc = check_cfg(cfg, err);
+
+    if (rc < 0) {
+        return rc;
+    }
+    e = bt_calloc(1, sizeof(*e));
+    if (!e) {
+        return BT_FAIL(err, BT_E_NOMEM, "engine: no memory");
+    }
+    e->cfg = *cfg;
+    e->wake_fd = -1;
+    e->max_ctx = cfg->max_ctx > 0 ? cfg->max_ctx : bt_model_config(cfg->file)->n_ctx;
+    bt_mailbox_init(&e->mailbox, bt_eventfd_wake, &e->wake_fd);
+    rc = create_pool(e, err);
+    rc = rc < 0 ? rc : create_exec(e, err);
+    rc = rc < 0 ? rc : create_sched(e, err);
+    rc = rc < 0 ? rc : bt_eventfd_create(&e->wake_fd, err);
+    if (rc < 0) {
+        kn_engine_destroy(e);
+        return rc;
+    }
+    *ret_engine = e;
+    return BT_OK;
+}
+
+int kn_engine_start(struct kn_engine *e, struct kv_handoff *handoff, struct bt_err *err)
+{
+    int rc;
+
+    BT_BUG_ON(e->started);
+    e->handoff = handoff;
+    rc = bt_thread_start(&e->thread, "engine", engine_main, e, err);
+    e->started = rc == BT_OK;
+    return rc;
+}
+
+bool kn_engine_stop(struct kn_engine *e)
+{
+    if (e->started) {
+        atomic_store_explicit(&e->stopping, true, memory_order_release);
+        bt_eventfd_wake(&e->wake_fd);
+        pthread_join(e->thread, NULL);
+        e->started = false;
+    }
+    return kv_pool_audit(e->pool);
+}
+
+void kn_engine_destroy(struct kn_engine *e)
+{
+    if (!e) {
+        return;
+    }
+    BT_BUG_ON(e->started);
+    kn_sched_destroy(e->sched);
+    kn_exec_destroy(e->exec);
+    kv_pool_destroy(e->pool);
+    bt_mailbox_fini(&e->mailbox);
+    bt_close_fd(&e->wake_fd);
+    free(e->drawn);
+    free(e);
+}
+
+struct kv_pool *kn_engine_pool(const struct kn_engine *e)
+{
+    return e->pool;
+}
+
+const struct bt_model_config *kn_engine_config(const struct kn_engine *e)
+{
+    return bt_model_config(e->cfg.file);
+}
+
+const char *kn_engine_numerics(const struct kn_engine *e)
+{
+    return kn_model_numerics(kn_exec_model(e->exec));
+}
+
+int kn_engine_max_ctx(const struct kn_engine *e)
+{
+    return e->max_ctx;
+}
+
+/* ---- requests ---- */
+
+static int check_ids(const struct kn_engine *e, const int32_t *ids, size_t n, struct bt_err *err)
+{
+    int n_vocab = kn_engine_config(e)->n_vocab;
+
+    for (size_t i = 0; i < n; i++) {
+        if (ids[i] < 0 || ids[i] >= n_vocab) {
+            return BT_FAIL(err, BT_E_INVALID, "token %d is not in the vocabulary of %d", ids[i],
+                           n_vocab);
+        }
+    }
+    return BT_OK;
+}
+
+static int
+check_submit(const struct kn_engine *e, const struct kn_submit_args *a, struct bt_err *err)
+{
+    size_t max_ctx = (size_t)e->max_ctx, total;
+
+    if (a->leg != KN_LEG_LOCAL && !e->handoff) {
+        return BT_FAIL(err, BT_E_UNSUPPORTED, "this node makes no handoffs");
+    }
+    if (a->n_prompt == 0) {
+        return BT_FAIL(err, BT_E_INVALID, "the prompt is empty");
+    }
+    if (!bt_add_size(a->n_prompt, a->n_answered, &total) || total >= max_ctx) {
+        return BT_FAIL(err, BT_E_INVALID,
+                       "prompt of %zu tokens leaves no room in the context of %zu",
+                       a->n_prompt + a->n_answered, max_ctx);
+    }
+    if (total >= e->max_tokens) {
+        return BT_FAIL(err, BT_E_EXHAUSTED, "prompt of %zu tokens, the KV pool holds %u", total,
+                       e->max_tokens);
+    }
+    if (a->n_answered >= a->sampling->max_tokens) {
+        return BT_FAIL(err, BT_E_INVALID, "%zu tokens are answered, max_tokens is %u",
+                       a->n_answered, a->sampling->max_tokens);
+    }
+    if (check_ids(e, a->prompt, a->n_prompt, err) < 0) {
+        return BT_E_INVALID;
+    }
+    return check_ids(e, a->answered, a->n_answered, err);
+}
+
+int kn_engine_submit(struct kn_engine *e, const struct kn_submit_args *a, struct bt_err *err)
+{
+    const struct bt_model_config *mc = kn_engine_config(e);
+    struct kn_seq_cfg cfg = {.max_tokens = e->max_tokens,
+                             .page_tokens = (uint32_t)e->cfg.page_tokens,
+                             .eos = mc->eos,
+                             .n_eos = (uint32_t)mc->n_eos};
+    uint32_t waiting;
+    struct kn_seq *s;
+    int rc = check_submit(e, a, err);
+
+    if (rc < 0) {
+        return rc;
+    }
+    rc = kn_seq_create(a, &cfg, &s, err);
+    if (rc < 0) {
+        return rc;
+    }
+    waiting = atomic_fetch_add_explicit(&e->n_pending, 1, memory_order_relaxed) +
+              atomic_load_explicit(&e->stats.waiting, memory_order_relaxed);
+    if (waiting >= (uint32_t)e->cfg.max_waiting) {
+        rc = BT_FAIL(err, BT_E_EXHAUSTED, "%u requests wait, at most %d may", waiting,
+                     e->cfg.max_waiting);
+        goto fail;
+    }
+    s->engine = e;
+    s->submit.handle = handle_submit;
+    bt_list_init(&s->submit.link);
+    bt_list_init(&s->xfer_done.link);
+    if (atomic_load_explicit(&e->stopping, memory_order_relaxed) ||
+        !bt_mailbox_push(&e->mailbox, &s->submit)) {
+        rc = BT_FAIL(err, BT_E_UNAVAILABLE, "the engine stops");
+        goto fail;
+    }
+    return BT_OK;
+
+fail:
+    atomic_fetch_sub_explicit(&e->n_pending, 1, memory_order_relaxed);
+    kn_seq_destroy(s);
+    return rc;
+}
+
+void kn_engine_cancel(struct kn_engine *e, uint64_t tag)
+{
+    struct cancel *c = bt_calloc(1, sizeof(*c));
+
+    if (!c) {
+        BT_WARN("cancel_lost", "tag=%llu msg=\"no memory\"", (unsigned long long)tag);
+        return;
+    }
+    bt_list_init(&c->msg.link);
+    c->msg.handle = handle_cancel;
+    c->tag = tag;
+    if (!bt_mailbox_push(&e->mailbox, &c->msg)) {
+        free(c);
+    }
+}
+
+struct kn_engine_stats kn_engine_stats(const struct kn_engine *e)
+{
+#define GET(field) .field = atomic_load_explicit(&e->stats.field, memory_order_relaxed)
+    return (struct kn_engine_stats){
+        GET(waiting), GET(running),         GET(holding),          GET(tokens_waiting),
+        GET(steps),   GET(tokens_computed), GET(tokens_generated), GET(preemptions),
+    };
+#undef GET
+}

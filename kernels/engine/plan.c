@@ -1,0 +1,451 @@
+/* Scheduler, second half: what runs in the next step, and who gives way when pages are short. The
+ * policy is described in scheduler.h.
+ *
+ * Why nothing stands still: a queued request takes all its pages at once or none, so only RUNNING
+ * ones hold pages while they wait for more, and the oldest of those may preempt all others. Pages
+ * of transfers come back by themselves: on a prefill node a prompt whose ticket is in holds all it
+ * needs and moves on; one without a ticket gives way. On a decode node a reservation is filled or
+ * fails; one that nothing fills is withdrawn for an older request.
+ */
+#include "kernels/engine/scheduler_int.h"
+
+#include "common/thr/time.h"
+
+/* What may be done to make room. */
+enum { ROOM_DROP = 1, ROOM_PREEMPT = 2, ROOM_WITHDRAW = 4 };
+
+/* A prompt that takes more than a step leaves half of the step to prompts this much smaller. */
+#define SMALL_FACTOR 4
+/* Share of a step that running requests leave to prompts: 1 / PROMPT_SHARE. */
+#define PROMPT_SHARE 8
+
+struct planner {
+    struct kn_sched *sched;
+    uint64_t now_ns;
+    uint32_t budget;     /* tokens left for prompts */
+    uint32_t fail_pages; /* a forced attempt to get that many failed: younger ones need not try */
+    bool fail_slot;      /* likewise for a slot */
+    bool withdrawing;    /* free pages are kept for an older request until proofs are in */
+};
+
+static uint32_t n_free(const struct kn_sched *sched)
+{
+    return kv_pool_stats(sched->cfg.pool).n_free;
+}
+
+static uint32_t remaining(const struct kn_seq *s)
+{
+    return kn_seq_target(s) - s->n_computed;
+}
+
+static bool has_ticket(const struct kn_seq *s)
+{
+    return atomic_load_explicit(&s->ticketed, memory_order_relaxed);
+}
+
+/* Takes s off its pages: true if no transfer needs them. */
+static bool drop(struct kn_sched *sched, struct kn_seq *s)
+{
+    if (s->xfer_open) {
+        if (!sched->cfg.xfer->send_rewind(sched->cfg.xfer_arg, s)) {
+            atomic_store_explicit(&s->ticketed, true, memory_order_relaxed);
+            return false;
+        }
+        s->dropped |= s->state == KN_SEQ_HOLDING;
+    }
+    kn_sched_free_pages(sched, s);
+    kn_sched_set_state(sched, s, KN_SEQ_PREEMPTED);
+    sched->stats.preemptions++;
+    return true;
+}
+
+static bool droppable(const struct kn_seq *s)
+{
+    return s->state == KN_SEQ_HOLDING && !has_ticket(s);
+}
+
+/* Whether `s`, an active request, may be preempted for `needy`. A request that is only queued does
+ * not take pages from one that has hardly begun. */
+static bool preemptable(const struct planner *p, const struct kn_seq *s, const struct kn_seq *needy)
+{
+    bool queued = kn_seq_state_list(needy->state) == KN_LIST_QUEUE;
+
+    return kn_seq_younger(s, needy) && s->n_pages > 0 && !(s->xfer_open && has_ticket(s)) &&
+           !(queued && p->now_ns - s->held_ns < p->sched->cfg.patience_ns);
+}
+
+/* Youngest first; true if one gave way. */
+static bool drop_one(struct planner *p)
+{
+    struct bt_list *head = &p->sched->lists[KN_LIST_AWAY], *l, *prev;
+
+    for (l = head->prev; l != head; l = prev) {
+        prev = l->prev;
+        if (droppable(kn_seq_of(l)) && drop(p->sched, kn_seq_of(l))) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool preempt_one(struct planner *p, const struct kn_seq *needy)
+{
+    struct bt_list *head = &p->sched->lists[KN_LIST_ACTIVE], *l, *prev;
+
+    for (l = head->prev; l != head; l = prev) {
+        prev = l->prev;
+        if (preemptable(p, kn_seq_of(l), needy) && drop(p->sched, kn_seq_of(l))) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Withdraws younger reservations until `n` pages will be free once all proofs are in. */
+static void withdraw(struct planner *p, const struct kn_seq *needy, uint32_t n)
+{
+    struct kn_sched *sched = p->sched;
+    struct bt_list *head = &sched->lists[KN_LIST_AWAY];
+    uint32_t pending = 0, filling = 0;
+
+    bt_list_for_each (l, head) {
+        const struct kn_seq *s = kn_seq_of(l);
+
+        if (s->state == KN_SEQ_WITHDRAWN || s->state == KN_SEQ_ABORTING) {
+            pending += s->n_pages;
+        } else if (s->state == KN_SEQ_FILLING && kn_seq_younger(s, needy)) {
+            filling += s->n_pages;
+        }
+    }
+    if (pending + filling < n) {
+        return;
+    }
+    for (struct bt_list *l = head->prev, *prev = l->prev; l != head && pending < n;
+         l = prev, prev = l->prev) {
+        struct kn_seq *s = kn_seq_of(l);
+
+        if (s->state == KN_SEQ_FILLING && kn_seq_younger(s, needy)) {
+            pending += s->n_pages;
+            sched->stats.withdrawals++;
+            kn_sched_set_state(sched, s, KN_SEQ_WITHDRAWN);
+            sched->cfg.xfer->recv_abort(sched->cfg.xfer_arg, s, BT_E_EXHAUSTED);
+        }
+    }
+    p->withdrawing = true;
+}
+
+/* True if at least n pages are free now. Nobody gives way unless that is enough. */
+static bool make_room(struct planner *p, const struct kn_seq *needy, uint32_t n, unsigned how)
+{
+    struct kn_sched *sched = p->sched;
+    uint32_t room = n_free(sched);
+
+    if (room >= n) {
+        return true;
+    }
+    if (how & ROOM_DROP) {
+        bt_list_for_each (l, &sched->lists[KN_LIST_AWAY]) {
+            room += droppable(kn_seq_of(l)) ? kn_seq_of(l)->n_pages : 0;
+        }
+    }
+    if (how & ROOM_PREEMPT) {
+        bt_list_for_each (l, &sched->lists[KN_LIST_ACTIVE]) {
+            room += preemptable(p, kn_seq_of(l), needy) ? kn_seq_of(l)->n_pages : 0;
+        }
+    }
+    if (room < n) {
+        if (how & ROOM_WITHDRAW) {
+            withdraw(p, needy, n - room);
+        }
+        return false;
+    }
+    while (n_free(sched) < n) {
+        if (!((how & ROOM_DROP) && drop_one(p)) &&
+            !((how & ROOM_PREEMPT) && preempt_one(p, needy))) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static uint64_t waited_ns(const struct planner *p, const struct kn_seq *s)
+{
+    return s->needy_ns ? p->now_ns - s->needy_ns : 0;
+}
+
+/* s did not get what it needs: remember since when, and when to look again. */
+static void note_needy(struct planner *p, struct kn_seq *s)
+{
+    const struct kn_sched_cfg *cfg = &p->sched->cfg;
+    uint64_t limits[] = {cfg->patience_ns, cfg->withdraw_ns};
+
+    if (!s->needy_ns) {
+        s->needy_ns = BT_MAX(p->now_ns, (uint64_t)1);
+    }
+    for (size_t i = 0; i < BT_ARRAY_LEN(limits); i++) {
+        if (waited_ns(p, s) < limits[i]) {
+            p->sched->next_patience_ns =
+                BT_MIN(p->sched->next_patience_ns, s->needy_ns + limits[i]);
+        }
+    }
+}
+
+static void take_pages(struct kn_sched *sched, struct kn_seq *s, uint32_t n, enum kv_owner owner)
+{
+    uint32_t after = s->n_pages > 0 ? s->pages[s->n_pages - 1] : KV_PAGE_NONE;
+
+    BT_BUG_ON(kv_pool_take(sched->cfg.pool, n, owner, after, s->pages + s->n_pages) != BT_OK);
+    s->page_owner = owner;
+    s->n_pages += n;
+}
+
+/* ---- 1: running requests ---- */
+
+/* Requests that have no tokens yet take theirs, as long as more than `share` tokens are left. */
+static void plan_running(struct planner *p, uint32_t share)
+{
+    struct kn_sched *sched = p->sched;
+    const struct kv_layout *layout = kv_pool_layout(sched->cfg.pool);
+    struct bt_list *head = &sched->lists[KN_LIST_ACTIVE];
+
+    bt_list_for_each (l, head) {
+        struct kn_seq *s = kn_seq_of(l);
+        uint32_t n, need;
+        unsigned how = ROOM_DROP | ROOM_PREEMPT;
+
+        if (s->state != KN_SEQ_RUNNING || s->step_tokens > 0 || p->budget <= share) {
+            continue;
+        }
+        n = BT_MIN(remaining(s), p->budget - share);
+        need = kv_layout_pages_for(layout, s->n_computed + n);
+        how |= waited_ns(p, s) >= sched->cfg.withdraw_ns ? ROOM_WITHDRAW : 0;
+        if (need > s->n_pages) {
+            if (!make_room(p, s, need - s->n_pages, how)) {
+                note_needy(p, s);
+                continue;
+            }
+            take_pages(sched, s, need - s->n_pages, KV_OWNER_SEQ);
+            s->needy_ns = 0;
+        }
+        s->step_tokens = n;
+        p->budget -= n;
+    }
+}
+
+/* ---- 2: admission ---- */
+
+static bool get_slot(struct planner *p, struct kn_seq *s, bool forced)
+{
+    struct kn_sched *sched = p->sched;
+
+    if (sched->n_free_slots > 0) {
+        return true;
+    }
+    if (forced && !p->fail_slot && preempt_one(p, s)) {
+        return true;
+    }
+    p->fail_slot |= forced;
+    return false;
+}
+
+/* Pages and a slot for a queued request, all or none. */
+static bool get_place(struct planner *p, struct kn_seq *s, uint32_t n_pages)
+{
+    struct kn_sched *sched = p->sched;
+    uint64_t waited = waited_ns(p, s);
+    /* A prompt that already gave way waits until its decode node asks for it: else it and another
+     * could drop each other for ever. */
+    bool gave_way = s->dropped && !has_ticket(s);
+    bool forced = s->needy_ns && waited >= sched->cfg.patience_ns && !gave_way;
+    uint32_t headroom = sched->stats.n_state[KN_SEQ_RUNNING];
+    unsigned how = 0;
+
+    how |= forced || (s->xfer_open && has_ticket(s)) ? ROOM_DROP : 0;
+    how |= forced ? ROOM_PREEMPT : 0;
+    how |= forced && waited >= sched->cfg.withdraw_ns ? ROOM_WITHDRAW : 0;
+    if (n_free(sched) < n_pages + headroom &&
+        !(how && n_pages < p->fail_pages && make_room(p, s, n_pages, how))) {
+        if (how) {
+            p->fail_pages = BT_MIN(p->fail_pages, n_pages);
+        }
+        return false;
+    }
+    return get_slot(p, s, forced);
+}
+
+static void admit_recv(struct planner *p, struct kn_seq *s, uint32_t n_pages)
+{
+    struct kn_sched *sched = p->sched;
+    struct bt_err err = {.rc = BT_OK};
+    int rc;
+
+    take_pages(sched, s, n_pages, KV_OWNER_TRANSFER);
+    rc = sched->cfg.xfer->recv_create(sched->cfg.xfer_arg, s, &err);
+    if (rc == BT_OK) {
+        s->xfer_open = true;
+        kn_sched_set_state(sched, s, KN_SEQ_FILLING);
+        return;
+    }
+    kn_sched_free_pages(sched, s);
+    if (rc == BT_E_EXHAUSTED && sched->stats.n_state[KN_SEQ_FILLING] > 0) {
+        note_needy(p, s); /* a transfer's end makes room */
+        return;
+    }
+    kn_sched_end(sched, s, rc, bt_err_msg(&err, rc));
+}
+
+static void admit_compute(struct planner *p, struct kn_seq *s, uint32_t n_pages)
+{
+    struct kn_sched *sched = p->sched;
+
+    take_pages(sched, s, n_pages, KV_OWNER_SEQ);
+    kn_sched_set_state(sched, s, KN_SEQ_PREFILLING);
+    s->held_ns = p->now_ns;
+    if (s->leg == KN_LEG_PREFILL) {
+        sched->cfg.xfer->send_pages(sched->cfg.xfer_arg, s);
+    }
+}
+
+static void plan_admission(struct planner *p)
+{
+    struct kn_sched *sched = p->sched;
+    const struct kv_layout *layout = kv_pool_layout(sched->cfg.pool);
+    struct bt_list *head = &sched->lists[KN_LIST_QUEUE], *l, *next;
+    uint64_t planned = 0; /* tokens that admitted prompts want */
+    uint32_t largest = 0;
+
+    bt_list_for_each (a, &sched->lists[KN_LIST_ACTIVE]) {
+        const struct kn_seq *s = kn_seq_of(a);
+
+        if (s->state == KN_SEQ_PREFILLING) {
+            planned += remaining(s);
+            largest = BT_MAX(largest, remaining(s));
+        }
+    }
+    for (l = head->next; l != head && !p->withdrawing; l = next) {
+        struct kn_seq *s = kn_seq_of(l);
+        uint32_t n_pages = kv_layout_pages_for(layout, kn_seq_target(s)), todo = remaining(s);
+        bool small = (uint64_t)todo * SMALL_FACTOR <= largest && planned - largest < p->budget / 2;
+
+        next = l->next;
+        if (kn_seq_computes(s) && planned >= p->budget && !small) {
+            continue; /* there is nothing to compute it with in this step */
+        }
+        if (!get_place(p, s, n_pages)) {
+            note_needy(p, s);
+            continue;
+        }
+        if (kn_seq_computes(s)) {
+            admit_compute(p, s, n_pages);
+            planned += todo;
+            largest = BT_MAX(largest, todo);
+        } else {
+            admit_recv(p, s, n_pages);
+        }
+    }
+}
+
+/* ---- 3: prompts share what is left ---- */
+
+static void give_tokens(struct planner *p, struct kn_seq *s, uint32_t n)
+{
+    s->step_tokens += n;
+    p->budget -= n;
+}
+
+/* Lets prompts that are much smaller than `big` have up to half of the budget. */
+static void plan_small(struct planner *p, const struct kn_seq *big)
+{
+    struct bt_list *head = &p->sched->lists[KN_LIST_ACTIVE];
+    uint32_t half = p->budget / 2;
+
+    for (struct bt_list *l = big->link.next; l != head && half > 0; l = l->next) {
+        struct kn_seq *s = kn_seq_of(l);
+        uint32_t n = BT_MIN(remaining(s), half);
+
+        if (s->state == KN_SEQ_PREFILLING && s->step_tokens == 0 &&
+            (uint64_t)remaining(s) * SMALL_FACTOR <= remaining(big)) {
+            give_tokens(p, s, n);
+            half -= n;
+        }
+    }
+}
+
+static void plan_prompts(struct planner *p)
+{
+    bt_list_for_each (l, &p->sched->lists[KN_LIST_ACTIVE]) {
+        struct kn_seq *s = kn_seq_of(l);
+
+        if (p->budget == 0) {
+            return;
+        }
+        if (s->state != KN_SEQ_PREFILLING || s->step_tokens > 0) {
+            continue;
+        }
+        if (remaining(s) > p->budget) {
+            plan_small(p, s);
+        }
+        give_tokens(p, s, BT_MIN(remaining(s), p->budget));
+    }
+}
+
+/* ---- the plan ---- */
+
+static void add_row(struct kn_step_plan *plan, const struct kn_seq *s, const struct kv_layout *lay)
+{
+    struct kn_plan_row *row = &plan->rows[plan->n_rows++];
+
+    *row = (struct kn_plan_row){
+        .tag = s->tag,
+        .slot = s->slot,
+        .pos = s->n_computed,
+        .n_tokens = s->step_tokens,
+        .first_id = plan->n_tokens,
+        .first_page = plan->n_pages,
+        .n_pages = kv_layout_pages_for(lay, s->n_computed + s->step_tokens),
+        .n_answer = s->n_answer,
+        .draw = s->step_tokens == remaining(s) && kn_seq_draws(s),
+    };
+    BT_BUG_ON(row->n_pages > s->n_pages);
+    memcpy(plan->ids + plan->n_tokens, s->ids + s->n_computed, row->n_tokens * sizeof(*plan->ids));
+    memcpy(plan->pages + plan->n_pages, s->pages, row->n_pages * sizeof(*plan->pages));
+    plan->n_tokens += row->n_tokens;
+    plan->n_pages += row->n_pages;
+    plan->n_draws += row->draw;
+}
+
+const struct kn_step_plan *kn_sched_plan(struct kn_sched *sched, uint64_t now_ns)
+{
+    struct planner p = {.sched = sched,
+                        .now_ns = now_ns,
+                        .budget = (uint32_t)sched->cfg.max_batch_tokens,
+                        .fail_pages = UINT32_MAX};
+    struct kn_step_plan *plan = &sched->plan;
+    bool prompts =
+        !bt_list_empty(&sched->lists[KN_LIST_QUEUE]) || sched->stats.n_state[KN_SEQ_PREFILLING] > 0;
+
+    sched->next_patience_ns = BT_NEVER_NS;
+    plan->step++;
+    plan->n_rows = plan->n_tokens = plan->n_pages = plan->n_draws = 0;
+    bt_list_for_each (l, &sched->lists[KN_LIST_ACTIVE]) {
+        struct kn_seq *s = kn_seq_of(l);
+
+        s->step_tokens = 0;
+        s->held_ns = s->held_ns ? s->held_ns : now_ns;
+    }
+    plan_running(&p, prompts ? BT_MAX(p.budget / PROMPT_SHARE, 1u) : 0);
+    plan_admission(&p);
+    /* Running requests that gave way during admission left their tokens. */
+    p.budget = (uint32_t)sched->cfg.max_batch_tokens;
+    bt_list_for_each (l, &sched->lists[KN_LIST_ACTIVE]) {
+        p.budget -= kn_seq_of(l)->step_tokens;
+    }
+    plan_prompts(&p);
+    plan_running(&p, 0); /* what prompts left over */
+    bt_list_for_each (l, &sched->lists[KN_LIST_ACTIVE]) {
+        if (kn_seq_of(l)->step_tokens > 0) {
+            add_row(plan, kn_seq_of(l), kv_pool_layout(sched->cfg.pool));
+        }
+    }
+    return plan;
+}

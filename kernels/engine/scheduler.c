@@ -1,0 +1,399 @@
+/* Scheduler, first half: requests come, change state and go. plan.c is the other half.
+ *
+ * Every request is in exactly one list, that of its state, ordered by claim. A request's memory is
+ * freed right after its last output, or, where a transfer is open, after the transfer's proof.
+ */
+#include "kernels/engine/scheduler_int.h"
+
+#include "common/base/buf.h"
+#include "common/thr/time.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+int kn_sched_create(const struct kn_sched_cfg *cfg, struct kn_sched **ret, struct bt_err *err)
+{
+    struct kn_sched *sched;
+    uint32_t n_pages = kv_pool_layout(cfg->pool)->n_pages;
+
+    if (cfg->max_batch_tokens < 1 || cfg->max_running < 1) {
+        return BT_FAIL(err, BT_E_INVALID, "max_batch_tokens %d and max_running %d must be positive",
+                       cfg->max_batch_tokens, cfg->max_running);
+    }
+    sched = bt_calloc(1, sizeof(*sched));
+    if (!sched) {
+        return BT_FAIL(err, BT_E_NOMEM, "scheduler: no memory");
+    }
+    sched->cfg = *cfg;
+    for (int i = 0; i < KN_LIST_NONE; i++) {
+        bt_list_init(&sched->lists[i]);
+    }
+    bt_map_init(&sched->by_tag);
+    sched->next_deadline_ns = sched->next_patience_ns = BT_NEVER_NS;
+    sched->slots = bt_calloc((size_t)cfg->max_running, sizeof(struct kn_seq *));
+    sched->free_slots = bt_calloc((size_t)cfg->max_running, sizeof(*sched->free_slots));
+    sched->plan.rows = bt_calloc((size_t)cfg->max_running, sizeof(*sched->plan.rows));
+    sched->plan.ids = bt_calloc((size_t)cfg->max_batch_tokens, sizeof(*sched->plan.ids));
+    sched->plan.pages = bt_calloc(n_pages, sizeof(*sched->plan.pages));
+    if (!sched->slots || !sched->free_slots || !sched->plan.rows || !sched->plan.ids ||
+        !sched->plan.pages) {
+        kn_sched_destroy(sched);
+        return BT_FAIL(err, BT_E_NOMEM, "scheduler: no memory for %d rows and %u pages",
+                       cfg->max_running, n_pages);
+    }
+    for (int i = cfg->max_running - 1; i >= 0; i--) {
+        sched->free_slots[sched->n_free_slots++] = (uint32_t)i;
+    }
+    *ret = sched;
+    return BT_OK;
+}
+
+void kn_sched_destroy(struct kn_sched *sched)
+{
+    if (!sched) {
+        return;
+    }
+    BT_BUG_ON(sched->stats.n_live != 0);
+    bt_map_fini(&sched->by_tag);
+    free(sched->slots);
+    free(sched->free_slots);
+    free(sched->plan.rows);
+    free(sched->plan.ids);
+    free(sched->plan.pages);
+    free(sched);
+}
+
+static void insert_by_claim(struct bt_list *head, struct kn_seq *s)
+{
+    struct bt_list *at = head->prev;
+
+    while (at != head && kn_seq_younger(kn_seq_of(at), s)) {
+        at = at->prev;
+    }
+    bt_list_insert_(&s->link, at, at->next);
+}
+
+void kn_sched_recount(struct kn_sched *sched, struct kn_seq *s)
+{
+    bool waits =
+        s->state == KN_SEQ_WAITING || s->state == KN_SEQ_PREEMPTED || s->state == KN_SEQ_PREFILLING;
+    uint32_t n = waits && kn_seq_computes(s) ? kn_seq_target(s) - s->n_computed : 0;
+
+    sched->stats.tokens_waiting += (uint64_t)n - s->counted_tokens;
+    s->counted_tokens = n;
+}
+
+void kn_sched_set_state(struct kn_sched *sched, struct kn_seq *s, enum kn_seq_state to)
+{
+    BT_BUG_ON(!kn_seq_may(s->state, to));
+    sched->stats.n_state[s->state]--;
+    sched->stats.n_state[to]++;
+    s->state = to;
+    s->needy_ns = 0;
+    bt_list_remove(&s->link);
+    if (kn_seq_state_list(to) != KN_LIST_NONE) {
+        insert_by_claim(&sched->lists[kn_seq_state_list(to)], s);
+    }
+    if (kn_seq_state_slot(to) && s->slot == KN_SLOT_NONE) {
+        BT_BUG_ON(sched->n_free_slots == 0);
+        s->slot = sched->free_slots[--sched->n_free_slots];
+        sched->slots[s->slot] = s;
+    } else if (!kn_seq_state_slot(to) && s->slot != KN_SLOT_NONE) {
+        sched->slots[s->slot] = NULL;
+        sched->free_slots[sched->n_free_slots++] = s->slot;
+        s->slot = KN_SLOT_NONE;
+        s->step_tokens = 0;
+        s->held_ns = 0;
+    }
+    kn_sched_recount(sched, s);
+}
+
+void kn_sched_free_pages(struct kn_sched *sched, struct kn_seq *s)
+{
+    kv_pool_give(sched->cfg.pool, s->pages, s->n_pages, s->page_owner);
+    s->n_pages = 0;
+    s->n_computed = 0;
+}
+
+void kn_sched_own_pages(struct kn_sched *sched, struct kn_seq *s, enum kv_owner owner)
+{
+    if (s->page_owner != owner) {
+        kv_pool_set_owner(sched->cfg.pool, s->pages, s->n_pages, s->page_owner, owner);
+        s->page_owner = owner;
+    }
+}
+
+static void say(struct kn_sched *sched, struct kn_seq *s, const struct kn_output *out)
+{
+    BT_BUG_ON(s->said_last);
+    s->said_last = out->rc < 0 || out->finish != KN_FINISH_NONE || out->handed_over;
+    sched->cfg.output(sched->cfg.output_arg, out);
+}
+
+/* Last output (unless it is out) and end of the request. */
+static void finish(struct kn_sched *sched, struct kn_seq *s, struct kn_output *last)
+{
+    last->tag = s->tag;
+    last->offset = s->n_answer;
+    if (!s->said_last) {
+        say(sched, s, last);
+    }
+    if (s->n_pages > 0) {
+        kn_sched_free_pages(sched, s);
+    }
+    if (kn_sched_find(sched, s->tag) == s) {
+        bt_map_del(&sched->by_tag, s->tag);
+    }
+    kn_sched_set_state(sched, s, KN_SEQ_DONE);
+    sched->stats.n_state[KN_SEQ_DONE]--;
+    sched->stats.n_live--;
+    kn_seq_destroy(s);
+}
+
+static void finish_rc(struct kn_sched *sched, struct kn_seq *s, int rc, const char *msg)
+{
+    struct kn_output last = {.rc = rc};
+
+    snprintf(last.err_msg, sizeof(last.err_msg), "%s", msg && *msg ? msg : bt_rc_text(rc));
+    finish(sched, s, &last);
+}
+
+void kn_sched_end(struct kn_sched *sched, struct kn_seq *s, int rc, const char *msg)
+{
+    bool withdrawn = s->state == KN_SEQ_WITHDRAWN;
+
+    if (s->state == KN_SEQ_ABORTING) {
+        return;
+    }
+    if (!s->xfer_open) {
+        finish_rc(sched, s, rc, msg);
+        return;
+    }
+    s->end_rc = rc;
+    snprintf(s->end_msg, sizeof(s->end_msg), "%s", msg);
+    if (s->n_pages > 0) {
+        kn_sched_own_pages(sched, s, KV_OWNER_TRANSFER);
+    }
+    kn_sched_set_state(sched, s, KN_SEQ_ABORTING);
+    if (s->leg == KN_LEG_PREFILL) {
+        sched->cfg.xfer->send_abort(sched->cfg.xfer_arg, s, rc);
+    } else if (!withdrawn) {
+        sched->cfg.xfer->recv_abort(sched->cfg.xfer_arg, s, rc);
+    }
+}
+
+void kn_sched_end_all(struct kn_sched *sched, int rc, const char *msg)
+{
+    for (int i = 0; i < KN_LIST_NONE; i++) {
+        struct bt_list *l = sched->lists[i].next, *next;
+
+        for (; l != &sched->lists[i]; l = next) {
+            next = l->next;
+            kn_sched_end(sched, kn_seq_of(l), rc, msg);
+        }
+    }
+}
+
+void kn_sched_add(struct kn_sched *sched, struct kn_seq *take_s)
+{
+    struct bt_err err = {.rc = BT_OK};
+    struct kn_seq *s = take_s;
+    int rc = BT_OK;
+
+    s->order = sched->next_order++;
+    s->state = KN_SEQ_WAITING;
+    s->page_owner = KV_OWNER_SEQ;
+    sched->stats.n_state[KN_SEQ_WAITING]++;
+    sched->stats.n_live++;
+    insert_by_claim(&sched->lists[KN_LIST_QUEUE], s);
+    kn_sched_recount(sched, s);
+    sched->next_deadline_ns = BT_MIN(sched->next_deadline_ns, s->deadline_ns);
+    if (kn_sched_find(sched, s->tag)) {
+        rc = BT_FAIL(&err, BT_E_EXISTS, "another request has the tag %llu",
+                     (unsigned long long)s->tag);
+    } else {
+        rc = bt_map_put(&sched->by_tag, s->tag, s);
+    }
+    if (rc == BT_OK && s->leg != KN_LEG_LOCAL && !sched->cfg.xfer) {
+        rc = BT_FAIL(&err, BT_E_UNSUPPORTED, "this node makes no handoffs");
+    }
+    if (rc == BT_OK && s->leg == KN_LEG_PREFILL) {
+        rc = sched->cfg.xfer->send_create(sched->cfg.xfer_arg, s, &err);
+        s->xfer_open = rc == BT_OK;
+    }
+    if (rc < 0) {
+        finish_rc(sched, s, rc, bt_err_msg(&err, rc));
+    }
+}
+
+struct kn_seq *kn_sched_find(const struct kn_sched *sched, uint64_t tag)
+{
+    return bt_map_get(&sched->by_tag, tag);
+}
+
+struct kn_seq *kn_sched_at(const struct kn_sched *sched, uint32_t slot)
+{
+    return slot < (uint32_t)sched->cfg.max_running ? sched->slots[slot] : NULL;
+}
+
+/* All bytes are here: the transfer's pages become the request's, P's first tokens part of the
+ * answer. P emits them, so nothing is said here. */
+static void recv_complete(struct kn_sched *sched, struct kn_seq *s, const struct kv_first *first)
+{
+    enum kn_finish end = KN_FINISH_NONE;
+
+    s->received = true;
+    s->n_computed = s->n_prompt + s->n_answered;
+    kn_sched_own_pages(sched, s, KV_OWNER_SEQ);
+    if (first->n_tokens > KV_HANDOFF_MAX_FIRST) {
+        finish_rc(sched, s, BT_E_PEER_PROTOCOL, "the prefill node sent too many first tokens");
+        return;
+    }
+    for (uint32_t i = 0; i < first->n_tokens && end == KN_FINISH_NONE; i++) {
+        if (first->ids[i] < 0 || first->ids[i] >= sched->cfg.n_vocab) {
+            finish_rc(sched, s, BT_E_PEER_PROTOCOL,
+                      "the prefill node sent a token outside the vocabulary");
+            return;
+        }
+        end = kn_seq_append(s, first->ids[i]);
+    }
+    if (end != KN_FINISH_NONE) {
+        struct kn_output last = {.finish = end};
+
+        finish(sched, s, &last);
+        return;
+    }
+    /* At least one token is computed here, also if P drew none. */
+    s->n_computed = BT_MIN(s->n_computed, kn_seq_target(s) - 1);
+    kn_sched_set_state(sched, s, KN_SEQ_RUNNING);
+}
+
+static void recv_done(
+    struct kn_sched *sched, struct kn_seq *s, int rc, const char *msg, const struct kv_first *first)
+{
+    bool withdrawn = s->state == KN_SEQ_WITHDRAWN;
+
+    if (rc == BT_OK) {
+        recv_complete(sched, s, first);
+        return;
+    }
+    kn_sched_free_pages(sched, s);
+    if (withdrawn && rc == BT_E_EXHAUSTED) {
+        kn_sched_set_state(sched, s, KN_SEQ_WAITING);
+        return;
+    }
+    finish_rc(sched, s, rc, msg);
+}
+
+void kn_sched_xfer_done(
+    struct kn_sched *sched, struct kn_seq *s, int rc, const char *msg, const struct kv_first *first)
+{
+    BT_BUG_ON(!s->xfer_open);
+    s->xfer_open = false;
+    s->send = NULL;
+    s->recv = NULL;
+    if (s->leg == KN_LEG_PREFILL && rc == BT_OK && !s->said_last) {
+        struct kn_output last = {.handed_over = true};
+
+        finish(sched, s, &last);
+    } else if (s->state == KN_SEQ_ABORTING) {
+        finish_rc(sched, s, s->end_rc, s->end_msg);
+    } else if (s->leg == KN_LEG_DECODE) {
+        recv_done(sched, s, rc, msg, first);
+    } else {
+        finish_rc(sched, s, rc, msg);
+    }
+}
+
+void kn_sched_tick(struct kn_sched *sched, uint64_t now_ns)
+{
+    uint64_t earliest = BT_NEVER_NS;
+
+    if (now_ns < sched->next_deadline_ns) {
+        return;
+    }
+    for (int i = 0; i < KN_LIST_NONE; i++) {
+        struct bt_list *l = sched->lists[i].next, *next;
+
+        for (; l != &sched->lists[i]; l = next) {
+            struct kn_seq *s = kn_seq_of(l);
+
+            next = l->next;
+            if (s->state == KN_SEQ_ABORTING) {
+                continue;
+            }
+            if (s->deadline_ns <= now_ns) {
+                kn_sched_end(sched, s, BT_E_DEADLINE, "the request's deadline passed");
+            } else {
+                earliest = BT_MIN(earliest, s->deadline_ns);
+            }
+        }
+    }
+    sched->next_deadline_ns = earliest;
+}
+
+uint64_t kn_sched_next_wake_ns(const struct kn_sched *sched)
+{
+    return BT_MIN(sched->next_deadline_ns, sched->next_patience_ns);
+}
+
+/* The row reached the target: the drawn token, or what a prefill leg drew before it gave way. */
+static void row_complete(struct kn_sched *sched, struct kn_seq *s, const struct kn_token *token)
+{
+    struct kn_output out = {
+        .tag = s->tag, .offset = s->n_answer, .n_tokens = token ? 1 : 0, .tokens = token};
+
+    if (token) {
+        out.finish = kn_seq_append(s, token->id);
+        sched->stats.tokens_generated++;
+        say(sched, s, &out);
+    }
+    if (out.finish != KN_FINISH_NONE) {
+        /* A prefill leg's decode node learns that there is nothing left to do. */
+        kn_sched_end(sched, s, BT_E_CANCELLED, "the answer ended at the first token");
+        return;
+    }
+    if (s->leg == KN_LEG_PREFILL) {
+        kn_sched_own_pages(sched, s, KV_OWNER_TRANSFER);
+        kn_sched_set_state(sched, s, KN_SEQ_HOLDING);
+        sched->cfg.xfer->send_finish(sched->cfg.xfer_arg, s);
+    } else if (s->state == KN_SEQ_PREFILLING) {
+        kn_sched_set_state(sched, s, KN_SEQ_RUNNING);
+    }
+}
+
+void kn_sched_step_done(struct kn_sched *sched,
+                        const struct kn_step_plan *plan,
+                        const struct kn_token *drawn)
+{
+    sched->stats.steps++;
+    sched->stats.tokens_computed += plan->n_tokens;
+    for (uint32_t i = 0; i < plan->n_rows; i++) {
+        const struct kn_plan_row *row = &plan->rows[i];
+        struct kn_seq *s = sched->slots[row->slot];
+
+        s->n_computed += row->n_tokens;
+        s->step_tokens = 0;
+        kn_sched_recount(sched, s);
+        if (row->draw) {
+            row_complete(sched, s, drawn++);
+        } else if (s->n_computed == kn_seq_target(s)) {
+            row_complete(sched, s, NULL);
+        }
+    }
+}
+
+void kn_sched_step_failed(struct kn_sched *sched,
+                          const struct kn_step_plan *plan,
+                          int rc,
+                          const char *msg)
+{
+    for (uint32_t i = 0; i < plan->n_rows; i++) {
+        kn_sched_end(sched, sched->slots[plan->rows[i].slot], rc, msg);
+    }
+}
+
+struct kn_sched_stats kn_sched_stats(const struct kn_sched *sched)
+{
+    return sched->stats;
+}

@@ -1,0 +1,119 @@
+/* The scheduler: pure logic. Events in, step plans and outputs out; no model, no thread, no clock.
+ *
+ * Order is by claim, oldest first; age needs no term of its own.
+ *   1 Every RUNNING request gets its token (of the step's budget a share stays for prompts).
+ *   2 Queued requests are admitted as long as there is budget for them. Admission takes all pages
+ *     of the known tokens at once or none, so that nobody holds pages while waiting for pages, and
+ *     a transfer's pieces are long. The scan never stops at a request that does not fit.
+ *   3 The rest of the budget goes to prompts. A prompt that needs more than one step leaves half to
+ *     those a quarter of its size and smaller.
+ * When pages are short, in this order: finished prompts of prefill legs that no decode node has
+ * asked for are dropped; then the youngest holder younger than the needy request is preempted, for
+ * a holder at once, for a queued request after `patience_ns`, and only if that is enough; then
+ * unfilled reservations younger than it are withdrawn (`withdraw_ns`).
+ *
+ * Thread: one (the engine's).
+ */
+#ifndef KN_ENGINE_SCHEDULER_H
+#define KN_ENGINE_SCHEDULER_H
+
+#include "kernels/engine/seq.h"
+
+struct kn_sched;
+
+/* One row: `n_tokens` tokens of one request at `pos`. */
+struct kn_plan_row {
+    uint64_t tag;
+    uint32_t slot; /* the request's place; holds its sampling state on every executor */
+    uint32_t pos;  /* absolute position of the first token */
+    uint32_t n_tokens;
+    uint32_t first_id;   /* in ids */
+    uint32_t first_page; /* in pages; the table covers pos + n_tokens */
+    uint32_t n_pages;
+    uint32_t n_answer; /* position of the token to draw */
+    bool draw;
+};
+
+/* A step, immutable once made: indexes only, no pointers into the scheduler, so that it can be sent
+ * to executors elsewhere as it is. Valid until the next call of kn_sched_plan. */
+struct kn_step_plan {
+    uint64_t step;
+    uint32_t n_rows, n_tokens, n_pages, n_draws;
+    struct kn_plan_row *rows; /* [n_rows] by claim */
+    int32_t *ids;             /* [n_tokens] */
+    uint32_t *pages;          /* [n_pages] */
+};
+
+/* How the scheduler speaks to the handoff. create sets s->send / s->recv; each done is reported by
+ * kn_sched_xfer_done, exactly once, later. */
+struct kn_xfer_ops {
+    int (*send_create)(void *arg, struct kn_seq *s, struct bt_err *err);
+    void (*send_pages)(void *arg, struct kn_seq *s);  /* whole page table is there */
+    void (*send_finish)(void *arg, struct kn_seq *s); /* prompt computed, first token drawn */
+    bool (*send_rewind)(void *arg, struct kn_seq *s);
+    void (*send_abort)(void *arg, struct kn_seq *s, int rc);
+    int (*recv_create)(void *arg, struct kn_seq *s, struct bt_err *err);
+    void (*recv_abort)(void *arg, struct kn_seq *s, int rc);
+};
+
+struct kn_sched_cfg {
+    struct kv_pool *pool;
+    int max_batch_tokens;
+    int max_running;
+    int n_vocab;
+    uint64_t patience_ns;
+    uint64_t withdraw_ns;
+    const struct kn_xfer_ops *xfer; /* NULL = no handoffs */
+    void *xfer_arg;
+    /* Takes a copy of what it needs. */
+    void (*output)(void *arg, const struct kn_output *out);
+    void *output_arg;
+};
+
+int kn_sched_create(const struct kn_sched_cfg *cfg,
+                    struct kn_sched **ret,
+                    struct bt_err *err) BT_MUST_USE;
+/* No request may be left. NULL is fine. */
+void kn_sched_destroy(struct kn_sched *sched);
+
+/* Takes the request; whatever goes wrong from here on is its last output. */
+void kn_sched_add(struct kn_sched *sched, struct kn_seq *take_s);
+struct kn_seq *kn_sched_find(const struct kn_sched *sched, uint64_t tag);
+struct kn_seq *kn_sched_at(const struct kn_sched *sched, uint32_t slot);
+/* Ends a request in whatever state it is: its last output (rc, msg) follows at once, or after proof
+ * where a transfer is open. The first reason wins. */
+void kn_sched_end(struct kn_sched *sched, struct kn_seq *s, int rc, const char *msg);
+void kn_sched_end_all(struct kn_sched *sched, int rc, const char *msg);
+/* The transfer of s is over, with proof. `first` only for a recv that is BT_OK. s may be gone
+ * afterwards. */
+void kn_sched_xfer_done(struct kn_sched *sched,
+                        struct kn_seq *s,
+                        int rc,
+                        const char *msg,
+                        const struct kv_first *first);
+/* Ends what is past its deadline. */
+void kn_sched_tick(struct kn_sched *sched, uint64_t now_ns);
+/* Next moment at which tick or plan may have something to do without an event. */
+uint64_t kn_sched_next_wake_ns(const struct kn_sched *sched);
+
+/* Never NULL; n_rows 0 = nothing can be computed now. */
+const struct kn_step_plan *kn_sched_plan(struct kn_sched *sched, uint64_t now_ns);
+/* The plan was run; `drawn` holds n_draws tokens in the order of the rows. */
+void kn_sched_step_done(struct kn_sched *sched,
+                        const struct kn_step_plan *plan,
+                        const struct kn_token *drawn);
+/* It was not: every request in it ends with rc. */
+void kn_sched_step_failed(struct kn_sched *sched,
+                          const struct kn_step_plan *plan,
+                          int rc,
+                          const char *msg);
+
+struct kn_sched_stats {
+    uint32_t n_state[KN_SEQ_N_STATES];
+    uint32_t n_live;
+    uint64_t tokens_waiting; /* to be computed before their first token */
+    uint64_t steps, tokens_computed, tokens_generated, preemptions, withdrawals;
+};
+struct kn_sched_stats kn_sched_stats(const struct kn_sched *sched);
+
+#endif

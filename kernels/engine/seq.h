@@ -1,0 +1,116 @@
+/* One request inside the engine: its ids, pages, sampling, transfer, state.
+ *
+ * Made by kn_engine_submit on the caller's thread with all the memory that it will ever need, then
+ * owned by the scheduler (engine thread) until its last output.
+ */
+#ifndef KN_ENGINE_SEQ_H
+#define KN_ENGINE_SEQ_H
+
+#include "common/ds/list.h"
+#include "kernels/engine/engine.h"
+
+#include <stdatomic.h>
+
+enum kn_seq_state {
+#define KN_STATE(name, list, slot, meaning, next) KN_SEQ_##name,
+#include "kernels/engine/states.def"
+#undef KN_STATE
+    KN_SEQ_N_STATES
+};
+
+enum kn_seq_list { KN_LIST_QUEUE, KN_LIST_ACTIVE, KN_LIST_AWAY, KN_LIST_NONE };
+
+#define KN_SLOT_NONE UINT32_MAX
+
+struct kn_seq {
+    struct bt_list link; /* in the scheduler's list of its state, by (claim, order) */
+    enum kn_seq_state state;
+    uint64_t tag;
+    uint64_t claim;
+    uint64_t order; /* of arrival, breaks ties of claim */
+    uint64_t deadline_ns;
+    enum kn_leg leg;
+
+    int32_t *ids;        /* prompt, then answer */
+    uint32_t n_prompt;   /* tokens */
+    uint32_t n_answered; /* answer tokens that were out before the request came */
+    uint32_t n_answer;   /* answer tokens now, n_answered included */
+    uint32_t max_answer; /* ends with LENGTH when n_answer reaches it */
+    bool limited;        /* max_answer is less than max_tokens: the context ends there */
+
+    uint32_t n_computed; /* tokens whose K and V lie in pages */
+    uint32_t *pages;     /* page table */
+    uint32_t n_pages;
+    enum kv_owner page_owner; /* of all of them */
+    uint32_t slot;            /* KN_SLOT_NONE or its place among the rows */
+    uint32_t step_tokens;     /* planned for this step */
+    uint64_t needy_ns;       /* since when it has been waiting for pages or a slot, 0 = it is not */
+    uint64_t held_ns;        /* since when it has had pages and could compute */
+    uint32_t counted_tokens; /* its part of the scheduler's tokens_waiting */
+
+    struct wire_sampling sampling; /* bias and stop_ids point into this object's memory */
+    int32_t *ends;                 /* ids that end the answer: eos unless ignored, then stop ids */
+    uint32_t n_ends;
+
+    struct kv_handoff_id handoff;
+    char *peer_name, *peer_address;
+    uint64_t peer_incarnation;
+    struct kv_send *send; /* engine.c's, while xfer_open */
+    struct kv_recv *recv;
+    bool xfer_open;       /* a send or recv exists: pages go back only after its done */
+    bool received;        /* decode leg: KV came; when preempted it is computed here */
+    bool dropped;         /* prefill leg: gave way once after its prompt was done */
+    bool said_last;       /* last output is out, only the proof is missing */
+    atomic_bool ticketed; /* hint from the net thread, relaxed: kv_send_rewind knows */
+
+    int end_rc; /* why it is ABORTING */
+    char end_msg[160];
+
+    /* Messages to the engine. xfer_* is written by the net thread before it posts xfer_done. */
+    struct bt_msg submit, xfer_done;
+    void *engine;
+    int xfer_rc;
+    char xfer_text[160];
+    struct kv_first xfer_first;
+};
+
+struct kn_seq_cfg {
+    uint32_t max_tokens; /* of prompt and answer together: context or pool, what is less */
+    uint32_t page_tokens;
+    const int32_t *eos;
+    uint32_t n_eos;
+};
+
+/* Any thread. Copies everything of `a`, which the caller has checked. BT_E_NOMEM. */
+int kn_seq_create(const struct kn_submit_args *a,
+                  const struct kn_seq_cfg *cfg,
+                  struct kn_seq **ret,
+                  struct bt_err *err) BT_MUST_USE;
+/* It must be in no list and hold no pages. NULL is fine. */
+void kn_seq_destroy(struct kn_seq *s);
+
+const char *kn_seq_state_name(enum kn_seq_state state);
+enum kn_seq_list kn_seq_state_list(enum kn_seq_state state);
+bool kn_seq_state_slot(enum kn_seq_state state);
+/* Whether the table allows the edge. */
+bool kn_seq_may(enum kn_seq_state from, enum kn_seq_state to);
+
+/* Tokens that must lie in pages before the next token can be drawn (or, on a prefill leg, before
+ * the prompt can be handed over). */
+static inline uint32_t kn_seq_target(const struct kn_seq *s)
+{
+    return s->n_prompt + (s->leg == KN_LEG_PREFILL ? s->n_answered : s->n_answer);
+}
+
+/* Whether the row that reaches the target draws a token: not when a prefill leg has its first token
+ * and only the pages had to be made again. */
+static inline bool kn_seq_draws(const struct kn_seq *s)
+{
+    return s->leg != KN_LEG_PREFILL || s->n_answer == s->n_answered;
+}
+
+/* Appends one answer token; there must be room (n_answer < max_answer). Says whether it ends the
+ * answer. */
+enum kn_finish kn_seq_append(struct kn_seq *s, int32_t id);
+
+#endif

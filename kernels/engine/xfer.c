@@ -1,0 +1,143 @@
+/* The scheduler's transfers over kvstore/handoff. Events come on the net's thread; they are written
+ * into the request and posted to the engine's mailbox. */
+#include "kernels/engine/engine_int.h"
+
+#include <stdio.h>
+
+#if KN_HAVE_HANDOFF
+
+static void handle_xfer_done(struct bt_msg *msg, void *consumer)
+{
+    struct kn_seq *s = BT_CONTAINER_OF(msg, struct kn_seq, xfer_done);
+    struct kn_engine *e = consumer;
+
+    kn_sched_xfer_done(e->sched, s, s->xfer_rc, s->xfer_text, &s->xfer_first);
+}
+
+/* [net] */
+static void on_ticketed(void *arg)
+{
+    struct kn_seq *s = arg;
+    struct kn_engine *e = s->engine;
+
+    atomic_store_explicit(&s->ticketed, true, memory_order_relaxed);
+    bt_eventfd_wake(&e->wake_fd); /* it may force its way now */
+}
+
+/* [net] Last touch: the engine may free the request as soon as the message is in. */
+static void post_done(struct kn_seq *s, int rc, const char *msg)
+{
+    struct kn_engine *e = s->engine;
+
+    s->xfer_rc = rc;
+    snprintf(s->xfer_text, sizeof(s->xfer_text), "%s", msg ? msg : "");
+    s->xfer_done.handle = handle_xfer_done;
+    BT_BUG_ON(!bt_mailbox_push(&e->mailbox, &s->xfer_done));
+}
+
+/* [net] */
+static void on_send_done(void *arg, int rc, const char *msg)
+{
+    post_done(arg, rc, msg);
+}
+
+/* [net] */
+static void on_recv_done(void *arg, int rc, const char *msg, const struct kv_first *tokens)
+{
+    struct kn_seq *s = arg;
+
+    if (tokens) {
+        s->xfer_first = *tokens;
+    }
+    post_done(s, rc, msg);
+}
+
+static int send_create(void *arg, struct kn_seq *s, struct bt_err *err)
+{
+    struct kn_engine *e = arg;
+    struct kv_send_cfg cfg = {
+        .id = s->handoff,
+        .n_tokens = kn_seq_target(s),
+        .events = {.arg = s, .ticketed = on_ticketed, .done = on_send_done},
+    };
+
+    return kv_send_create(e->handoff, &cfg, &s->send, err);
+}
+
+static void send_pages(void *arg, struct kn_seq *s)
+{
+    kv_send_set_pages(s->send, 0, s->pages, s->n_pages);
+}
+
+static void send_finish(void *arg, struct kn_seq *s)
+{
+    struct kv_first first = {.n_tokens = 1, .ids = {s->ids[s->n_prompt + s->n_answered]}};
+
+    kv_send_finish(s->send, &first);
+}
+
+static bool send_rewind(void *arg, struct kn_seq *s)
+{
+    if (!kv_send_rewind(s->send)) {
+        return false;
+    }
+    atomic_store_explicit(&s->ticketed, false, memory_order_relaxed);
+    return true;
+}
+
+static void send_abort(void *arg, struct kn_seq *s, int rc)
+{
+    kv_send_abort(s->send, rc);
+}
+
+static int recv_create(void *arg, struct kn_seq *s, struct bt_err *err)
+{
+    struct kn_engine *e = arg;
+    struct kv_recv_cfg cfg = {
+        .id = s->handoff,
+        .peer_name = s->peer_name,
+        .peer_incarnation = s->peer_incarnation,
+        .peer_address = s->peer_address,
+        .n_tokens = s->n_prompt + s->n_answered,
+        .pages = s->pages,
+        .n_pages = s->n_pages,
+        .events = {.arg = s, .done = on_recv_done},
+    };
+
+    return kv_recv_create(e->handoff, &cfg, &s->recv, err);
+}
+
+static void recv_abort(void *arg, struct kn_seq *s, int rc)
+{
+    kv_recv_abort(s->recv, rc);
+}
+
+const struct kn_xfer_ops kn_xfer_handoff = {
+    .send_create = send_create,
+    .send_pages = send_pages,
+    .send_finish = send_finish,
+    .send_rewind = send_rewind,
+    .send_abort = send_abort,
+    .recv_create = recv_create,
+    .recv_abort = recv_abort,
+};
+
+void kn_xfer_layer_done(struct kn_engine *e, const struct kn_step_plan *plan, int layer)
+{
+    for (uint32_t i = 0; i < plan->n_rows; i++) {
+        const struct kn_plan_row *row = &plan->rows[i];
+        const struct kn_seq *s = kn_sched_at(e->sched, row->slot);
+
+        if (s->leg == KN_LEG_PREFILL) {
+            kv_send_progress(s->send, row->pos, row->n_tokens, layer);
+        }
+    }
+}
+
+#else /* the handoff is not there yet: its legs are refused at submit */
+const struct kn_xfer_ops kn_xfer_handoff = {0};
+
+void kn_xfer_layer_done(struct kn_engine *e, const struct kn_step_plan *plan, int layer)
+{
+}
+#endif

@@ -1,0 +1,1015 @@
+/* The scheduler as pure logic. Nodes with a small pool are driven step by step; instead of keys and
+ * values a page holds the ids of the tokens computed into it, so that every draw can check that the
+ * pages say exactly what the request is. The next token is a function of all ids before it: any
+ * schedule must give the same answer. Transfers are done by the test, between two nodes. */
+#include "common/base/buf.h"
+#include "common/thr/time.h"
+#include "kernels/engine/scheduler.h"
+
+#include "tests/unit/cmocka.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#define VOCAB   1000
+#define EOS     7
+#define MS      1000000ull
+#define MAX_REQ 512
+
+struct world;
+
+/* A request as one node sees it. */
+struct result {
+    int32_t ids[256];  /* emitted, by offset from the start of the answer */
+    uint32_t first, n; /* emitted range [first, n) */
+    bool last;
+    enum kn_finish finish;
+    bool handed_over;
+    int rc;
+};
+
+struct node {
+    struct world *world;
+    struct kv_pool *pool;
+    struct kn_sched *sched;
+    int32_t *shadow; /* [n_pages][page_tokens] */
+    int page_tokens;
+    uint32_t max_tokens;
+    uint64_t now;
+    struct result results[MAX_REQ];
+    uint32_t max_rows, steps;
+};
+
+/* A transfer between two nodes. */
+struct xfer {
+    struct kn_seq *send, *recv;
+    bool ticketed, finished, send_aborted, recv_aborted;
+    int send_rc, recv_rc;
+    uint32_t sent; /* tokens told by set_pages and steps: all of them when finished */
+};
+
+struct world {
+    struct node *p, *d;
+    struct xfer xfers[MAX_REQ]; /* by handoff id */
+    uint32_t rewinds, max_recv;
+};
+
+static uint32_t rng_state = 1;
+
+static uint32_t rng(uint32_t n)
+{
+    rng_state = rng_state * 1664525u + 1013904223u;
+    return (uint32_t)(((uint64_t)(rng_state >> 4) * n) >> 28);
+}
+
+/* The "model": next id from all ids before. Never EOS by chance. */
+static int32_t next_id(const int32_t *ids, uint32_t n)
+{
+    uint32_t h = 2166136261u;
+
+    for (uint32_t i = 0; i < n; i++) {
+        h = (h ^ (uint32_t)ids[i]) * 16777619u;
+    }
+    return (int32_t)(10 + (h >> 8) % (VOCAB - 10));
+}
+
+/* ---- transfers, done by hand ---- */
+
+static struct xfer *xfer_of(void *arg, const struct kn_seq *s)
+{
+    return &((struct node *)arg)->world->xfers[s->handoff.lo];
+}
+
+static int x_send_create(void *arg, struct kn_seq *s, struct bt_err *err)
+{
+    struct xfer *x = xfer_of(arg, s);
+
+    *x = (struct xfer){.send = s, .recv = x->recv};
+    return BT_OK;
+}
+
+static void x_send_pages(void *arg, struct kn_seq *s)
+{
+    assert_true(xfer_of(arg, s)->send == s);
+}
+
+static void x_send_finish(void *arg, struct kn_seq *s)
+{
+    xfer_of(arg, s)->finished = true;
+}
+
+static bool x_send_rewind(void *arg, struct kn_seq *s)
+{
+    struct xfer *x = xfer_of(arg, s);
+
+    if (x->ticketed) {
+        return false;
+    }
+    x->finished = false;
+    ((struct node *)arg)->world->rewinds++;
+    return true;
+}
+
+static void x_send_abort(void *arg, struct kn_seq *s, int rc)
+{
+    xfer_of(arg, s)->send_aborted = true;
+    xfer_of(arg, s)->send_rc = rc;
+}
+
+static int x_recv_create(void *arg, struct kn_seq *s, struct bt_err *err)
+{
+    struct world *w = ((struct node *)arg)->world;
+    uint32_t open = 0;
+
+    for (int i = 0; i < MAX_REQ; i++) {
+        open += w->xfers[i].recv != NULL;
+    }
+    if (w->max_recv && open >= w->max_recv) {
+        return BT_FAIL(err, BT_E_EXHAUSTED, "too many transfers");
+    }
+    xfer_of(arg, s)->recv = s;
+    xfer_of(arg, s)->recv_aborted = false;
+    return BT_OK;
+}
+
+static void x_recv_abort(void *arg, struct kn_seq *s, int rc)
+{
+    xfer_of(arg, s)->recv_aborted = true;
+    xfer_of(arg, s)->recv_rc = rc;
+}
+
+static const struct kn_xfer_ops xfer_ops = {
+    .send_create = x_send_create,
+    .send_pages = x_send_pages,
+    .send_finish = x_send_finish,
+    .send_rewind = x_send_rewind,
+    .send_abort = x_send_abort,
+    .recv_create = x_recv_create,
+    .recv_abort = x_recv_abort,
+};
+
+static int32_t *shadow_at(const struct node *n, const struct kn_seq *s, uint32_t pos)
+{
+    uint32_t page = s->pages[pos / (uint32_t)n->page_tokens];
+
+    return &n->shadow[page * (uint32_t)n->page_tokens + pos % (uint32_t)n->page_tokens];
+}
+
+static void send_over(struct world *w, struct xfer *x, int rc)
+{
+    struct kn_seq *s = x->send;
+
+    x->send = NULL;
+    x->finished = x->ticketed = x->send_aborted = false;
+    kn_sched_xfer_done(w->p->sched, s, rc, "", NULL);
+}
+
+static void recv_over(struct world *w, struct xfer *x, int rc, const struct kv_first *first)
+{
+    struct kn_seq *s = x->recv;
+
+    x->recv = NULL;
+    x->recv_aborted = false;
+    kn_sched_xfer_done(w->d->sched, s, rc, "", first);
+}
+
+/* One move of the transfer, if it can make one. */
+static bool xfer_move(struct world *w, struct xfer *x)
+{
+    if (x->recv && x->recv_aborted) {
+        x->ticketed = false; /* P keeps the prompt for another ticket */
+        recv_over(w, x, x->recv_rc, NULL);
+        return true;
+    }
+    if (x->send && x->send_aborted) {
+        int rc = x->send_rc;
+
+        if (x->ticketed && x->recv) {
+            recv_over(w, x, rc, NULL);
+        }
+        send_over(w, x, rc);
+        return true;
+    }
+    if (!x->send || !x->recv) {
+        return false;
+    }
+    if (!x->ticketed) {
+        x->ticketed = true;
+        atomic_store(&x->send->ticketed, true);
+        return true;
+    }
+    if (!x->finished) {
+        return false;
+    }
+    struct kv_first first = {.n_tokens = 1,
+                             .ids = {x->send->ids[x->send->n_prompt + x->send->n_answered]}};
+
+    for (uint32_t i = 0; i < x->send->n_prompt + x->send->n_answered; i++) {
+        *shadow_at(w->d, x->recv, i) = *shadow_at(w->p, x->send, i);
+    }
+    recv_over(w, x, BT_OK, &first);
+    send_over(w, x, BT_OK);
+    return true;
+}
+
+/* ---- nodes ---- */
+
+static void on_output(void *arg, const struct kn_output *o)
+{
+    struct node *n = arg;
+    struct result *r = &n->results[o->tag];
+
+    assert_true(o->tag < MAX_REQ);
+    assert_false(r->last); /* exactly one last output, and it is the last */
+    if (o->n_tokens > 0 && r->n == 0) {
+        r->first = r->n = o->offset;
+    }
+    for (uint32_t i = 0; i < o->n_tokens; i++) {
+        assert_int_equal(o->offset + i, r->n);
+        r->ids[r->n++] = o->tokens[i].id;
+    }
+    if (o->finish != KN_FINISH_NONE || o->handed_over || o->rc < 0) {
+        r->last = true;
+        r->finish = o->finish;
+        r->handed_over = o->handed_over;
+        r->rc = o->rc;
+    }
+}
+
+struct node_cfg {
+    uint32_t n_pages;
+    int page_tokens, budget, running;
+};
+
+static struct node *node_create(struct world *w, struct node_cfg c)
+{
+    struct node *n = bt_calloc(1, sizeof(*n));
+    struct kv_layout l = {.n_layers = 1,
+                          .n_kv_heads = 1,
+                          .head_dim = 2,
+                          .page_tokens = c.page_tokens,
+                          .dtype = KV_DTYPE_F16,
+                          .n_pages = c.n_pages,
+                          .page_stride = 64};
+    struct kn_sched_cfg cfg = {.max_batch_tokens = c.budget,
+                               .max_running = c.running,
+                               .n_vocab = VOCAB,
+                               .patience_ns = 100 * MS,
+                               .withdraw_ns = 500 * MS,
+                               .xfer = w ? &xfer_ops : NULL,
+                               .xfer_arg = n,
+                               .output = on_output,
+                               .output_arg = n};
+
+    assert_non_null(n);
+    l.layer_stride = l.bytes = l.page_stride * c.n_pages;
+    assert_int_equal(kv_pool_create(&l, &bt_mem_host, "test", &n->pool, NULL), BT_OK);
+    cfg.pool = n->pool;
+    assert_int_equal(kn_sched_create(&cfg, &n->sched, NULL), BT_OK);
+    n->world = w;
+    n->page_tokens = c.page_tokens;
+    n->max_tokens = (uint32_t)BT_MIN((uint32_t)200, c.n_pages * (uint32_t)c.page_tokens);
+    n->shadow = bt_calloc((size_t)c.n_pages * (size_t)c.page_tokens, sizeof(*n->shadow));
+    n->now = 1000 * MS;
+    return n;
+}
+
+static void node_destroy(struct node *n)
+{
+    assert_true(kv_pool_audit(n->pool));
+    assert_int_equal(kn_sched_stats(n->sched).n_live, 0);
+    assert_int_equal(kn_sched_stats(n->sched).tokens_waiting, 0);
+    kn_sched_destroy(n->sched);
+    kv_pool_destroy(n->pool);
+    free(n->shadow);
+    free(n);
+}
+
+struct req {
+    uint64_t tag, claim, deadline_ns;
+    enum kn_leg leg;
+    uint32_t n_prompt, max_tokens, n_answered;
+    int32_t stop; /* stop id, 0 = none */
+};
+
+static void make_prompt(uint64_t tag, uint32_t n, int32_t *ids)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        ids[i] = (int32_t)(10 + (tag * 131 + i * 17) % (VOCAB - 10));
+    }
+}
+
+static void submit(struct node *n, struct req r)
+{
+    static const int32_t eos[] = {EOS};
+    int32_t prompt[512], answered[256];
+    struct wire_sampling sampling;
+    struct kn_submit_args a = {.tag = r.tag,
+                               .leg = r.leg,
+                               .prompt = prompt,
+                               .n_prompt = r.n_prompt,
+                               .answered = answered,
+                               .n_answered = r.n_answered,
+                               .sampling = &sampling,
+                               .claim = r.claim,
+                               .deadline_ns = r.deadline_ns ? r.deadline_ns : BT_NEVER_NS,
+                               .handoff = {1, r.tag}};
+    struct kn_seq_cfg cfg = {.max_tokens = n->max_tokens,
+                             .page_tokens = (uint32_t)n->page_tokens,
+                             .eos = eos,
+                             .n_eos = 1};
+    struct kn_seq *s = NULL;
+
+    wire_sampling_defaults(&sampling);
+    sampling.max_tokens = r.max_tokens;
+    sampling.stop_ids = &r.stop;
+    sampling.n_stop_ids = r.stop ? 1 : 0;
+    make_prompt(r.tag, r.n_prompt, prompt);
+    for (uint32_t i = 0; i < r.n_answered; i++) {
+        prompt[r.n_prompt + i] = answered[i] = next_id(prompt, r.n_prompt + i);
+    }
+    assert_int_equal(kn_seq_create(&a, &cfg, &s, NULL), BT_OK);
+    kn_sched_add(n->sched, s);
+}
+
+/* Runs a plan as the executor would: writes ids into pages, checks all pages of a row, draws. */
+static void run_plan(struct node *n, const struct kn_step_plan *plan)
+{
+    struct kn_token drawn[64];
+    uint32_t n_drawn = 0, n_tokens = 0;
+
+    n->max_rows = BT_MAX(n->max_rows, plan->n_rows);
+    for (uint32_t i = 0; i < plan->n_rows; i++) {
+        const struct kn_plan_row *row = &plan->rows[i];
+        int32_t seen[256];
+
+        assert_true(row->n_tokens > 0); /* SCHED-03: never an empty chunk */
+        assert_int_equal(row->first_id, n_tokens);
+        n_tokens += row->n_tokens;
+        for (uint32_t t = 0; t < row->pos + row->n_tokens; t++) {
+            uint32_t page = plan->pages[row->first_page + t / (uint32_t)n->page_tokens];
+            int32_t *at =
+                &n->shadow[page * (uint32_t)n->page_tokens + t % (uint32_t)n->page_tokens];
+
+            if (t >= row->pos) {
+                *at = plan->ids[row->first_id + t - row->pos];
+            }
+            seen[t] = *at;
+        }
+        const struct kn_seq *s = kn_sched_at(n->sched, row->slot);
+
+        assert_int_equal(s->tag, row->tag);
+        assert_memory_equal(seen, s->ids, (row->pos + row->n_tokens) * sizeof(*seen));
+        if (row->draw) {
+            assert_int_equal(row->pos + row->n_tokens, s->n_prompt + row->n_answer);
+            drawn[n_drawn++] = (struct kn_token){.id = next_id(seen, row->pos + row->n_tokens)};
+        }
+    }
+    assert_int_equal(n_drawn, plan->n_draws);
+    assert_int_equal(n_tokens, plan->n_tokens);
+    kn_sched_step_done(n->sched, plan, drawn);
+    n->steps++;
+}
+
+/* One turn of the engine's loop; false if there was nothing to compute. */
+static bool step(struct node *n)
+{
+    const struct kn_step_plan *plan;
+
+    n->now += 10 * MS;
+    kn_sched_tick(n->sched, n->now);
+    plan = kn_sched_plan(n->sched, n->now);
+    if (plan->n_rows > 0) {
+        run_plan(n, plan);
+    }
+    return plan->n_rows > 0;
+}
+
+static void run_until_idle(struct node *n)
+{
+    for (int i = 0; i < 20000 && kn_sched_stats(n->sched).n_live > 0; i++) {
+        step(n);
+    }
+    assert_int_equal(kn_sched_stats(n->sched).n_live, 0);
+}
+
+/* What any schedule must answer. */
+static uint32_t expected(struct req r, uint32_t max_tokens, int32_t *answer)
+{
+    int32_t ids[512];
+    uint32_t n = 0;
+
+    make_prompt(r.tag, r.n_prompt, ids);
+    while (n < r.max_tokens && r.n_prompt + n < max_tokens) {
+        answer[n] = ids[r.n_prompt + n] = next_id(ids, r.n_prompt + n);
+        n++;
+        if (r.stop && answer[n - 1] == r.stop) {
+            break;
+        }
+    }
+    return n;
+}
+
+static void check_answer(const struct node *n, struct req r)
+{
+    const struct result *got = &n->results[r.tag];
+    int32_t want[256];
+    uint32_t n_want = expected(r, n->max_tokens, want);
+
+    assert_true(got->last);
+    assert_int_equal(got->rc, BT_OK);
+    assert_int_equal(got->n, n_want);
+    assert_memory_equal(got->ids + got->first, want + got->first,
+                        (n_want - got->first) * sizeof(*want));
+    assert_int_equal(got->finish,
+                     r.stop && want[n_want - 1] == r.stop ? KN_FINISH_STOP : KN_FINISH_LENGTH);
+}
+
+/* ---- the state table ---- */
+
+static void test_states(void **state)
+{
+    static const struct {
+        enum kn_seq_state from, to;
+    } edges[] = {
+#define E(a, b) {KN_SEQ_##a, KN_SEQ_##b}
+        E(WAITING, PREFILLING),   E(WAITING, FILLING),     E(WAITING, ABORTING),
+        E(WAITING, DONE),         E(PREFILLING, RUNNING),  E(PREFILLING, HOLDING),
+        E(PREFILLING, PREEMPTED), E(PREFILLING, ABORTING), E(PREFILLING, DONE),
+        E(RUNNING, PREEMPTED),    E(RUNNING, DONE),        E(PREEMPTED, PREFILLING),
+        E(PREEMPTED, ABORTING),   E(PREEMPTED, DONE),      E(HOLDING, PREEMPTED),
+        E(HOLDING, ABORTING),     E(HOLDING, DONE),        E(FILLING, RUNNING),
+        E(FILLING, WITHDRAWN),    E(FILLING, ABORTING),    E(FILLING, DONE),
+        E(WITHDRAWN, WAITING),    E(WITHDRAWN, RUNNING),   E(WITHDRAWN, ABORTING),
+        E(WITHDRAWN, DONE),       E(ABORTING, DONE),
+#undef E
+    };
+    int n = 0;
+
+    for (enum kn_seq_state a = 0; a < KN_SEQ_N_STATES; a++) {
+        for (enum kn_seq_state b = 0; b < KN_SEQ_N_STATES; b++) {
+            bool listed = false;
+
+            for (size_t i = 0; i < BT_ARRAY_LEN(edges); i++) {
+                listed |= edges[i].from == a && edges[i].to == b;
+            }
+            assert_int_equal(kn_seq_may(a, b), listed);
+            n += listed;
+        }
+    }
+    assert_int_equal(n, BT_ARRAY_LEN(edges));
+    assert_string_equal(kn_seq_state_name(KN_SEQ_HOLDING), "HOLDING");
+}
+
+/* ---- one node ---- */
+
+static void test_alone(void **state)
+{
+    struct node *n = node_create(NULL, (struct node_cfg){64, 8, 16, 4});
+    struct req r = {.tag = 1, .n_prompt = 40, .max_tokens = 20};
+
+    submit(n, r);
+    run_until_idle(n);
+    check_answer(n, r);
+    assert_int_equal(n->steps, 3 + 19); /* 16 + 16 + 8, the last one draws */
+    assert_false(step(n));
+    node_destroy(n);
+}
+
+static void test_stop_rules(void **state)
+{
+    struct node *n = node_create(NULL, (struct node_cfg){64, 8, 64, 4});
+    struct req r = {.tag = 1, .n_prompt = 5, .max_tokens = 20}, late = {.tag = 3, .n_prompt = 5};
+    int32_t answer[256];
+
+    expected(r, n->max_tokens, answer);
+    r.stop = answer[6];
+    submit(n, r);
+    late.max_tokens = 100; /* resumed at offset 30 */
+    late.n_answered = 30;
+    submit(n, late);
+    submit(n, (struct req){.tag = 4, .n_prompt = 190, .max_tokens = 50});
+    run_until_idle(n);
+    check_answer(n, r);
+    check_answer(n, late);
+    assert_int_equal(n->results[3].first, 30);
+    /* The context of 200 ends it. */
+    assert_int_equal(n->results[4].finish, KN_FINISH_LENGTH);
+    assert_int_equal(n->results[4].n, 10);
+    node_destroy(n);
+}
+
+static void test_SCHED_03_lengths(void **state)
+{
+    /* Prompt lengths around pages and chunks, any budget. */
+    for (int budget = 1; budget <= 33; budget += 8) {
+        struct node *n = node_create(NULL, (struct node_cfg){64, 8, budget, 3});
+
+        for (uint32_t len = 1; len <= 34; len++) {
+            submit(n, (struct req){.tag = len, .claim = len, .n_prompt = len, .max_tokens = 9});
+        }
+        run_until_idle(n);
+        for (uint32_t len = 1; len <= 34; len++) {
+            check_answer(n, (struct req){.tag = len, .n_prompt = len, .max_tokens = 9});
+        }
+        node_destroy(n);
+    }
+}
+
+static void test_exhaustion_oldest_finishes(void **state)
+{
+    /* Each wants 12 of 14 pages in the end: they run together, then give way to the oldest. */
+    struct node *n = node_create(NULL, (struct node_cfg){14, 8, 64, 8});
+    uint64_t done[6] = {0};
+
+    for (uint32_t i = 0; i < 6; i++) {
+        submit(n, (struct req){.tag = i, .claim = 10 - i, .n_prompt = 16, .max_tokens = 80});
+    }
+    for (int t = 1; t < 5000 && kn_sched_stats(n->sched).n_live > 0; t++) {
+        step(n);
+        for (int i = 0; i < 6; i++) {
+            done[i] = n->results[i].last && !done[i] ? (uint64_t)t : done[i];
+        }
+    }
+    for (uint32_t i = 0; i < 6; i++) {
+        check_answer(n, (struct req){.tag = i, .n_prompt = 16, .max_tokens = 80});
+        assert_true(i == 0 || done[i] < done[i - 1]); /* claims were given in reverse */
+    }
+    assert_true(kn_sched_stats(n->sched).preemptions > 0);
+    /* The oldest is never disturbed: one prompt step and 79 more. */
+    assert_true(done[5] <= 81);
+    node_destroy(n);
+}
+
+static void test_whole_pool(void **state)
+{
+    /* The longest request that fits, beside others; its end is the pool's. */
+    struct node *n = node_create(NULL, (struct node_cfg){8, 8, 16, 4});
+    struct req big = {.tag = 1, .claim = 5, .n_prompt = 40, .max_tokens = 100};
+
+    assert_int_equal(n->max_tokens, 64);
+    submit(n, (struct req){.tag = 0, .claim = 1, .n_prompt = 20, .max_tokens = 10});
+    submit(n, big);
+    submit(n, (struct req){.tag = 2, .claim = 9, .n_prompt = 20, .max_tokens = 10});
+    run_until_idle(n);
+    check_answer(n, (struct req){.tag = 0, .n_prompt = 20, .max_tokens = 10});
+    check_answer(n, big);
+    assert_int_equal(n->results[1].n, 24);
+    check_answer(n, (struct req){.tag = 2, .n_prompt = 20, .max_tokens = 10});
+    node_destroy(n);
+}
+
+static void test_SCHED_01_small_beside_huge(void **state)
+{
+    /* A huge prompt must not hold up a small one, whichever came first. */
+    struct node *n = node_create(NULL, (struct node_cfg){64, 8, 16, 4});
+    struct req huge = {.tag = 1, .claim = 1, .n_prompt = 190, .max_tokens = 5},
+               small = {.tag = 2, .claim = 2, .n_prompt = 8, .max_tokens = 2};
+    int steps = 0;
+
+    submit(n, huge);
+    step(n);
+    submit(n, small);
+    while (!n->results[2].last) {
+        step(n);
+        steps++;
+    }
+    assert_true(steps <= 3);
+    assert_false(n->results[1].last);
+    run_until_idle(n);
+    check_answer(n, huge);
+    check_answer(n, small);
+    node_destroy(n);
+}
+
+static void test_SCHED_04_flood(void **state)
+{
+    /* A steady flood of small requests at full capacity, and one long one in the middle. */
+    struct node *n = node_create(NULL, (struct node_cfg){30, 8, 32, 4});
+    struct req odd = {.tag = 500, .claim = 100, .n_prompt = 180, .max_tokens = 5};
+    uint32_t tag = 0;
+    int waited = 0;
+
+    for (; tag < 100; tag++) {
+        submit(n, (struct req){.tag = tag, .claim = tag, .n_prompt = 30, .max_tokens = 30});
+        if (tag > 8) {
+            step(n);
+        }
+    }
+    submit(n, odd);
+    while (!n->results[500].last) {
+        if (tag < 400) {
+            tag++;
+            submit(n, (struct req){.tag = tag, .claim = tag, .n_prompt = 30, .max_tokens = 30});
+        }
+        step(n);
+        waited++;
+    }
+    /* It waits for those before it (91 x 30 tokens, about 4 at a time), not for those behind. */
+    assert_true(waited < 1100);
+    run_until_idle(n);
+    check_answer(n, odd);
+    for (uint32_t i = 101; i <= tag && i < 400; i++) {
+        check_answer(n, (struct req){.tag = i, .n_prompt = 30, .max_tokens = 30});
+    }
+    node_destroy(n);
+}
+
+static void test_cancel_and_deadline(void **state)
+{
+    struct node *n = node_create(NULL, (struct node_cfg){20, 8, 16, 2});
+
+    for (uint32_t i = 0; i < 6; i++) {
+        submit(n, (struct req){.tag = i,
+                               .claim = i,
+                               .n_prompt = 30,
+                               .max_tokens = 40,
+                               .deadline_ns = i == 5 ? n->now + 100 * MS : 0});
+    }
+    step(n);
+    step(n);
+    step(n);
+    kn_sched_end(n->sched, kn_sched_find(n->sched, 0), BT_E_CANCELLED, "cancelled"); /* RUNNING */
+    kn_sched_end(n->sched, kn_sched_find(n->sched, 1), BT_E_CANCELLED, "cancelled");
+    kn_sched_end(n->sched, kn_sched_find(n->sched, 4), BT_E_CANCELLED, "cancelled"); /* WAITING */
+    assert_int_equal(n->results[0].rc, BT_E_CANCELLED);
+    assert_null(kn_sched_find(n->sched, 0));
+    assert_true(kn_sched_next_wake_ns(n->sched) <= 1100 * MS);
+    run_until_idle(n);
+    assert_int_equal(n->results[4].rc, BT_E_CANCELLED);
+    assert_int_equal(n->results[5].rc, BT_E_DEADLINE);
+    check_answer(n, (struct req){.tag = 2, .n_prompt = 30, .max_tokens = 40});
+    check_answer(n, (struct req){.tag = 3, .n_prompt = 30, .max_tokens = 40});
+    assert_int_equal(kn_sched_next_wake_ns(n->sched), BT_NEVER_NS);
+    node_destroy(n);
+}
+
+static void test_double_tag_and_no_handoff(void **state)
+{
+    struct node *n = node_create(NULL, (struct node_cfg){20, 8, 16, 2});
+
+    submit(n, (struct req){.tag = 1, .n_prompt = 3, .max_tokens = 4, .leg = KN_LEG_PREFILL});
+    assert_int_equal(n->results[1].rc, BT_E_UNSUPPORTED);
+    submit(n, (struct req){.tag = 2, .n_prompt = 3, .max_tokens = 4});
+    submit(n, (struct req){.tag = 2, .n_prompt = 3, .max_tokens = 4});
+    assert_int_equal(n->results[2].rc, BT_E_EXISTS);
+    n->results[2] = (struct result){0};
+    run_until_idle(n);
+    check_answer(n, (struct req){.tag = 2, .n_prompt = 3, .max_tokens = 4});
+    node_destroy(n);
+}
+
+static void test_failed_step(void **state)
+{
+    struct node *n = node_create(NULL, (struct node_cfg){20, 8, 16, 2});
+    const struct kn_step_plan *plan;
+
+    submit(n, (struct req){.tag = 1, .n_prompt = 30, .max_tokens = 4});
+    submit(n, (struct req){.tag = 2, .claim = 1, .n_prompt = 3, .max_tokens = 4});
+    plan = kn_sched_plan(n->sched, n->now);
+    assert_int_equal(plan->n_rows, 2);
+    kn_sched_step_failed(n->sched, plan, BT_E_INTERNAL, "device");
+    assert_int_equal(n->results[1].rc, BT_E_INTERNAL);
+    assert_int_equal(n->results[2].rc, BT_E_INTERNAL);
+    node_destroy(n);
+}
+
+/* ---- two nodes ---- */
+
+struct pair {
+    struct world w;
+    struct node *p, *d;
+};
+
+static void pair_init(struct pair *two, struct node_cfg p, struct node_cfg d)
+{
+    memset(&two->w, 0, sizeof(two->w));
+    two->w.p = two->p = node_create(&two->w, p);
+    two->w.d = two->d = node_create(&two->w, d);
+}
+
+static void pair_submit(struct pair *two, struct req r)
+{
+    r.leg = KN_LEG_PREFILL;
+    submit(two->p, r);
+    r.leg = KN_LEG_DECODE;
+    submit(two->d, r);
+}
+
+static void pair_move(struct pair *two)
+{
+    for (int i = 0; i < MAX_REQ; i++) {
+        xfer_move(&two->w, &two->w.xfers[i]);
+    }
+}
+
+static void pair_run(struct pair *two)
+{
+    for (int i = 0; i < 30000 && (kn_sched_stats(two->p->sched).n_live > 0 ||
+                                  kn_sched_stats(two->d->sched).n_live > 0);
+         i++) {
+        step(two->p);
+        step(two->d);
+        pair_move(two);
+    }
+    assert_int_equal(kn_sched_stats(two->p->sched).n_live, 0);
+    assert_int_equal(kn_sched_stats(two->d->sched).n_live, 0);
+}
+
+static void pair_fini(struct pair *two)
+{
+    node_destroy(two->p);
+    node_destroy(two->d);
+}
+
+/* P says the first token, D the others, and together they are the answer. */
+static void pair_check(const struct pair *two, struct req r)
+{
+    const struct result *p = &two->p->results[r.tag];
+    int32_t want[256];
+
+    assert_true(expected(r, two->p->max_tokens, want) > 1);
+    assert_int_equal(p->rc, BT_OK);
+    assert_true(p->handed_over);
+    assert_int_equal(p->n, r.n_answered + 1);
+    assert_int_equal(p->ids[r.n_answered], want[r.n_answered]);
+    assert_int_equal(two->d->results[r.tag].first, r.n_answered + 1);
+    check_answer(two->d, r);
+}
+
+static void test_split(void **state)
+{
+    struct pair two;
+    struct req a = {.tag = 1, .claim = 1, .n_prompt = 50, .max_tokens = 30},
+               b = {.tag = 2, .claim = 2, .n_prompt = 7, .max_tokens = 2},
+               c = {.tag = 3, .claim = 3, .n_prompt = 20, .max_tokens = 20, .n_answered = 9};
+
+    pair_init(&two, (struct node_cfg){32, 8, 16, 4}, (struct node_cfg){16, 16, 16, 4});
+    pair_submit(&two, a);
+    pair_submit(&two, b);
+    pair_submit(&two, c);
+    pair_run(&two);
+    pair_check(&two, a);
+    pair_check(&two, b);
+    pair_check(&two, c);
+    pair_fini(&two);
+}
+
+static void test_SAMP_04_first_token_ends(void **state)
+{
+    struct pair two;
+    struct req r = {.tag = 1, .n_prompt = 20, .max_tokens = 1},
+               s = {.tag = 2, .n_prompt = 20, .max_tokens = 9};
+    int32_t answer[256];
+
+    expected(s, 200, answer);
+    s.stop = answer[0];
+    pair_init(&two, (struct node_cfg){32, 8, 16, 4}, (struct node_cfg){32, 8, 16, 4});
+    pair_submit(&two, r);
+    pair_submit(&two, s);
+    pair_run(&two);
+    check_answer(two.p, r);
+    check_answer(two.p, s);
+    assert_int_equal(two.d->steps, 0);
+    assert_int_equal(two.d->results[1].rc, BT_E_CANCELLED);
+    assert_int_equal(two.d->results[2].rc, BT_E_CANCELLED);
+    pair_fini(&two);
+}
+
+static void test_SCHED_01_holder_behind_blockless(void **state)
+{
+    /* D of 2,048 tokens' worth: A wants 1,600 parts and is first, B holds 1,249 and waits for its
+     * KV, then small C; here in pages of a smaller pool. */
+    struct pair two;
+    struct req b = {.tag = 1, .claim = 2, .n_prompt = 120, .max_tokens = 4},
+               a = {.tag = 2, .claim = 1, .n_prompt = 160, .max_tokens = 4},
+               c = {.tag = 3, .claim = 3, .n_prompt = 9, .max_tokens = 4};
+
+    pair_init(&two, (struct node_cfg){64, 8, 16, 4}, (struct node_cfg){25, 8, 16, 4});
+    pair_submit(&two, b);
+    step(two.d); /* B reserves */
+    pair_submit(&two, a);
+    pair_submit(&two, c);
+    for (int i = 0; i < 1000 && !two.d->results[3].last; i++) {
+        step(two.p);
+        step(two.d);
+        pair_move(&two);
+    }
+    assert_false(two.d->results[2].last); /* C passed A */
+    pair_run(&two);
+    pair_check(&two, a);
+    pair_check(&two, b);
+    pair_check(&two, c);
+    /* B's reservation was filled, so it was not taken away. */
+    assert_int_equal(kn_sched_stats(two.d->sched).withdrawals, 0);
+    pair_fini(&two);
+}
+
+static void test_withdraw_unfilled(void **state)
+{
+    /* B's prefill node never comes; older A needs its pages. */
+    struct pair two;
+    struct req a = {.tag = 2, .claim = 1, .n_prompt = 160, .max_tokens = 4},
+               b = {.tag = 1, .claim = 2, .n_prompt = 120, .max_tokens = 4};
+
+    pair_init(&two, (struct node_cfg){64, 8, 16, 4}, (struct node_cfg){25, 8, 16, 4});
+    b.leg = KN_LEG_DECODE;
+    submit(two.d, b);
+    step(two.d);
+    pair_submit(&two, a);
+    for (int i = 0; i < 1000 && !two.d->results[2].last; i++) {
+        step(two.p);
+        step(two.d);
+        pair_move(&two);
+    }
+    pair_check(&two, a);
+    assert_int_equal(kn_sched_stats(two.d->sched).withdrawals, 1);
+    /* B has its reservation again and is served once P comes. */
+    step(two.d);
+    b.leg = KN_LEG_PREFILL;
+    submit(two.p, b);
+    pair_run(&two);
+    pair_check(&two, b);
+    pair_fini(&two);
+}
+
+static void test_holding_gives_way(void **state)
+{
+    /* P is full of finished prompts that D has no room for yet, in the opposite order of claims: D
+     * waits for what P cannot start, unless a prompt without a ticket is dropped. */
+    struct pair two;
+
+    pair_init(&two, (struct node_cfg){25, 8, 32, 8}, (struct node_cfg){13, 8, 32, 8});
+    for (uint32_t i = 0; i < 8; i++) {
+        struct req r = {.tag = i, .n_prompt = 90, .max_tokens = 6};
+
+        r.leg = KN_LEG_PREFILL;
+        r.claim = i;
+        submit(two.p, r);
+        r.leg = KN_LEG_DECODE;
+        r.claim = 8 - i;
+        submit(two.d, r);
+    }
+    pair_run(&two);
+    for (uint32_t i = 0; i < 8; i++) {
+        pair_check(&two, (struct req){.tag = i, .n_prompt = 90, .max_tokens = 6});
+    }
+    assert_true(two.w.rewinds > 0);
+    pair_fini(&two);
+}
+
+static void test_abort_waits_for_proof(void **state)
+{
+    struct pair two;
+    struct req r = {.tag = 1, .n_prompt = 50, .max_tokens = 30};
+    struct kn_sched *p, *d;
+
+    pair_init(&two, (struct node_cfg){32, 8, 16, 4}, (struct node_cfg){32, 8, 16, 4});
+    p = two.p->sched;
+    d = two.d->sched;
+    pair_submit(&two, r);
+    step(two.p);
+    step(two.d);
+    pair_move(&two); /* ticket is in */
+    kn_sched_end(d, kn_sched_find(d, 1), BT_E_CANCELLED, "cancelled");
+    kn_sched_end(d, kn_sched_find(d, 1), BT_E_DEADLINE, "too late to be the reason");
+    kn_sched_end(p, kn_sched_find(p, 1), BT_E_CANCELLED, "cancelled");
+    step(two.p);
+    step(two.d);
+    assert_false(two.p->results[1].last);
+    assert_false(two.d->results[1].last);
+    assert_int_equal(kv_pool_stats(two.p->pool).n_transfer, 7);
+    assert_int_equal(kv_pool_stats(two.d->pool).n_transfer, 7);
+    pair_move(&two);
+    pair_move(&two);
+    assert_int_equal(two.p->results[1].rc, BT_E_CANCELLED);
+    assert_int_equal(two.d->results[1].rc, BT_E_CANCELLED);
+    pair_fini(&two);
+}
+
+static void test_recv_limit(void **state)
+{
+    struct pair two;
+
+    pair_init(&two, (struct node_cfg){64, 8, 64, 8}, (struct node_cfg){64, 8, 64, 8});
+    two.w.max_recv = 1;
+    for (uint32_t i = 0; i < 4; i++) {
+        pair_submit(&two, (struct req){.tag = i, .claim = i, .n_prompt = 20, .max_tokens = 6});
+    }
+    pair_run(&two);
+    for (uint32_t i = 0; i < 4; i++) {
+        pair_check(&two, (struct req){.tag = i, .n_prompt = 20, .max_tokens = 6});
+    }
+    pair_fini(&two);
+}
+
+/* Any mix of everything, with cancels at random: pages return, answers are right. */
+static void stress(uint32_t seed)
+{
+    struct pair two;
+    struct req reqs[60];
+    bool cancelled[60] = {false}, alone[60];
+
+    rng_state = seed;
+    pair_init(&two, (struct node_cfg){20 + rng(20), 8, (int)(8 + rng(60)), (int)(2 + rng(6))},
+              (struct node_cfg){10 + rng(12), 16, (int)(8 + rng(60)), (int)(2 + rng(6))});
+    for (uint32_t i = 0, t = 0; t < 20000; t++) {
+        if (i < 60 && rng(4) == 0) {
+            struct req r = {.tag = i,
+                            .claim = rng(3) ? i : rng(60),
+                            .n_prompt = 1 + rng(rng(4) ? 40 : 120),
+                            .max_tokens = 2 + rng(30)};
+
+            reqs[i] = r;
+            alone[i] = rng(3) == 0;
+            if (alone[i]) {
+                submit(rng(2) ? two.p : two.d, r);
+            } else {
+                pair_submit(&two, r);
+            }
+            i++;
+        }
+        if (rng(2)) {
+            step(two.p);
+        }
+        if (rng(2)) {
+            step(two.d);
+        }
+        xfer_move(&two.w, &two.w.xfers[rng(60)]);
+        if (rng(40) == 0) {
+            uint64_t tag = rng(60);
+            struct kn_seq *p = kn_sched_find(two.p->sched, tag),
+                          *d = kn_sched_find(two.d->sched, tag);
+
+            if (p && rng(4) > 0) {
+                cancelled[tag] = true;
+                kn_sched_end(two.p->sched, p, BT_E_CANCELLED, "cancelled");
+            }
+            if (d && (rng(4) > 0 || cancelled[tag])) {
+                cancelled[tag] = true;
+                kn_sched_end(two.d->sched, d, BT_E_CANCELLED, "cancelled");
+            }
+        }
+        if (i == 60 && kn_sched_stats(two.p->sched).n_live == 0 &&
+            kn_sched_stats(two.d->sched).n_live == 0) {
+            break;
+        }
+        /* A leg whose other end is gone would wait until its lease ends. */
+        for (uint64_t tag = 0; i == 60 && t > 15000 && tag < 60; tag++) {
+            struct kn_seq *s = kn_sched_find(two.d->sched, tag);
+
+            if (s && cancelled[tag]) {
+                kn_sched_end(two.d->sched, s, BT_E_CANCELLED, "lease");
+            }
+            s = kn_sched_find(two.p->sched, tag);
+            if (s && cancelled[tag]) {
+                kn_sched_end(two.p->sched, s, BT_E_CANCELLED, "lease");
+            }
+        }
+    }
+    for (uint32_t i = 0; i < 60; i++) {
+        if (cancelled[i]) {
+            continue;
+        }
+        if (!alone[i]) {
+            pair_check(&two, reqs[i]);
+        } else {
+            check_answer(two.p->results[i].last ? two.p : two.d, reqs[i]);
+        }
+    }
+    pair_fini(&two);
+}
+
+static void test_stress(void **state)
+{
+    for (uint32_t seed = 1; seed <= 100; seed++) {
+        stress(seed);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_states),
+        cmocka_unit_test(test_alone),
+        cmocka_unit_test(test_stop_rules),
+        cmocka_unit_test(test_SCHED_03_lengths),
+        cmocka_unit_test(test_exhaustion_oldest_finishes),
+        cmocka_unit_test(test_whole_pool),
+        cmocka_unit_test(test_SCHED_01_small_beside_huge),
+        cmocka_unit_test(test_SCHED_04_flood),
+        cmocka_unit_test(test_cancel_and_deadline),
+        cmocka_unit_test(test_double_tag_and_no_handoff),
+        cmocka_unit_test(test_failed_step),
+        cmocka_unit_test(test_split),
+        cmocka_unit_test(test_SAMP_04_first_token_ends),
+        cmocka_unit_test(test_SCHED_01_holder_behind_blockless),
+        cmocka_unit_test(test_withdraw_unfilled),
+        cmocka_unit_test(test_holding_gives_way),
+        cmocka_unit_test(test_abort_waits_for_proof),
+        cmocka_unit_test(test_recv_limit),
+        cmocka_unit_test(test_stress),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
