@@ -11,10 +11,8 @@
 #include "common/obs/log.h"
 #include "common/rpc/rpc_int.h"
 
-#include <arpa/inet.h>
 #include <grpc/grpc_security.h>
 #include <grpc/support/alloc.h>
-#include <netinet/in.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -526,37 +524,6 @@ void bt_rpc_server_destroy(struct bt_rpc_server *srv)
     grpc_server_destroy(srv->server);
     bt_loop_detach(srv->loop);
     free(srv);
-}
-
-bool bt_rpc_address_is_local(const char *address)
-{
-    const char *colon = strrchr(address, ':');
-    char host[80];
-    struct in6_addr a6;
-    struct in_addr a4;
-    size_t n;
-
-    if (strncmp(address, "unix:", 5) == 0 || strncmp(address, "unix-abstract:", 14) == 0) {
-        return true;
-    }
-    n = colon ? (size_t)(colon - address) : strlen(address);
-    if (n >= 2 && address[0] == '[' && address[n - 1] == ']') {
-        address++;
-        n -= 2;
-    }
-    if (n >= sizeof(host)) {
-        return false;
-    }
-    memcpy(host, address, n);
-    host[n] = 0;
-    if (strcmp(host, "localhost") == 0) {
-        return true;
-    }
-    if (inet_pton(AF_INET, host, &a4) == 1) {
-        return ntohl(a4.s_addr) >> 24 == 127;
-    }
-    return inet_pton(AF_INET6, host, &a6) == 1 &&
-           (IN6_IS_ADDR_LOOPBACK(&a6) || (IN6_IS_ADDR_V4MAPPED(&a6) && a6.s6_addr[12] == 127));
 }
 
 int bt_rpc_server_listen(struct bt_rpc_server *srv,
