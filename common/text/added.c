@@ -132,7 +132,7 @@ bool added_next(const struct added *a,
                 bool control,
                 struct added_match *io)
 {
-    size_t floor = io->to, i = floor, len = 0;
+    size_t floor = io->to, i = io->scan, len = 0;
 
     if (a->n == 0) {
         return false;
@@ -145,8 +145,17 @@ bool added_next(const struct added *a,
         }
         if (t && (control || !t->control)) {
             io->token = t;
-            io->from = t->lstrip ? spaces_before(uni, text, i, floor) : i;
-            io->to = t->rstrip ? spaces_after(uni, text, i + len) : i + len;
+            io->scan = i + len;
+            io->from = i;
+            if (t->lstrip) {
+                io->from = floor >= i ? floor : spaces_before(uni, text, i, floor);
+            }
+            io->to = io->scan;
+            if (t->rstrip) {
+                io->spaces_to =
+                    io->scan < io->spaces_to ? io->spaces_to : spaces_after(uni, text, io->scan);
+                io->to = io->spaces_to;
+            }
             return true;
         }
         i += t ? len : 1;

@@ -37,11 +37,14 @@ void added_fini(struct added *a);
 
 struct added_match {
     const struct added_token *token;
-    size_t from, to; /* bytes of the text, stripped white space included */
+    size_t from, to;  /* bytes of the text, stripped white space included */
+    size_t scan;      /* where the search goes on: the token's own end */
+    size_t spaces_to; /* end of a run of white space seen before, so that none is walked twice */
 };
 
-/* First match from io->to on, which is where the last match ended (0 at first); control tokens are
- * passed over, text and all, unless `control` is set. False: none in the rest. */
+/* First match from io->scan on (a zeroed io at first). Control tokens are passed over, text and
+ * all, unless `control` is set. A token may lie in the white space that the one before it took;
+ * then from < the last `to`, and both count, as in the reference. False: none in the rest. */
 bool added_next(const struct added *a,
                 const struct uni_table *uni,
                 struct bt_str text,

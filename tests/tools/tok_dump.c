@@ -1,10 +1,12 @@
 /* Encodes or decodes for comparison with other tokenizers.
  *
- * usage: tok_dump MODEL encode|special|decode [PRE]
+ * usage: tok_dump MODEL encode|special|decode|chat [PRE [TEMPLATE]]
  * MODEL is a GGUF file, a model directory, or a tokenizer.json; PRE overrides the pre-tokenizer
- * name. Standard input holds records of a little-endian 32-bit length and so many bytes (encode,
- * special) or ids (decode); each gives one record of the other kind. A record of length 0xffffffff
- * says that the input was refused. */
+ * name unless it is "", TEMPLATE is a file that overrides the chat template. Standard input holds
+ * records of a little-endian 32-bit length and so many bytes (encode, special) or ids (decode);
+ * each gives one record of the other kind. A record of length 0xffffffff says that the input was
+ * refused. A record for chat is a sequence of role, NUL, content, NUL. */
+#include "common/text/chat.h"
 #include "common/text/detok.h"
 
 #include <stdio.h>
@@ -78,6 +80,58 @@ static void decode_loop(const struct bt_tokenizer *tok)
     bt_ids_fini(&ids);
 }
 
+static size_t split_messages(struct bt_str in, struct bt_str *parts, struct bt_chat_message *ret)
+{
+    size_t n = 0, at = 0;
+
+    while (at < in.n && n < 64) {
+        const char *role = in.p + at;
+        const char *content = role + strnlen(role, in.n - at) + 1;
+
+        if (content >= in.p + in.n) {
+            exit(1);
+        }
+        parts[n] = (struct bt_str){content, strnlen(content, (size_t)(in.p + in.n - content))};
+        ret[n] = (struct bt_chat_message){bt_str_of(role), 1, &parts[n]};
+        at = (size_t)(content - in.p) + parts[n].n + 1;
+        n++;
+    }
+    return n;
+}
+
+static void chat_loop(const struct bt_tokenizer *tok, struct bt_str text)
+{
+    struct bt_chat_template *tmpl = NULL;
+    struct bt_chat_message messages[64];
+    struct bt_str parts[64];
+    struct bt_buf in = {0};
+    struct bt_ids ids = {0};
+    struct bt_err err = {0};
+    uint32_t n;
+
+    if (bt_chat_create(tok, text, &tmpl, &err) < 0) {
+        fprintf(stderr, "tok_dump: %s\n", err.msg);
+        exit(3);
+    }
+    while (read_all(&n, sizeof(n))) {
+        in.n = 0;
+        ids.n = 0;
+        if (bt_buf_reserve(&in, n) < 0 || !read_all(in.p, n)) {
+            exit(1);
+        }
+        if (bt_chat_render(tmpl, messages,
+                           split_messages((struct bt_str){in.p, n}, parts, messages), true, &ids,
+                           NULL) < 0) {
+            write_record(UINT32_MAX, NULL, 0);
+        } else {
+            write_record((uint32_t)ids.n, ids.p, ids.n * sizeof(*ids.p));
+        }
+    }
+    bt_buf_fini(&in);
+    bt_ids_fini(&ids);
+    bt_chat_destroy(tmpl);
+}
+
 static void run(const struct bt_tok_source *src, const char *what)
 {
     struct bt_tokenizer *tok = NULL;
@@ -89,6 +143,8 @@ static void run(const struct bt_tok_source *src, const char *what)
     }
     if (strcmp(what, "decode") == 0) {
         decode_loop(tok);
+    } else if (strcmp(what, "chat") == 0) {
+        chat_loop(tok, src->chat_template);
     } else {
         encode_loop(tok, strcmp(what, "special") == 0 ? BT_TOK_SPECIAL : 0);
     }
@@ -99,12 +155,12 @@ int main(int argc, char **argv)
 {
     struct bt_model_file *mf = NULL;
     struct bt_tok_source src = {.bos_id = -1};
-    struct bt_buf json = {0};
+    struct bt_buf json = {0}, tmpl = {0};
     struct bt_err err = {0};
     size_t len = argc > 1 ? strlen(argv[1]) : 0;
 
-    if (argc < 3 || argc > 4) {
-        fprintf(stderr, "usage: tok_dump MODEL encode|special|decode [PRE]\n");
+    if (argc < 3 || argc > 5) {
+        fprintf(stderr, "usage: tok_dump MODEL encode|special|decode|chat [PRE [TEMPLATE]]\n");
         return 1;
     }
     if (len > 5 && strcmp(argv[1] + len - 5, ".json") == 0) {
@@ -120,11 +176,19 @@ int main(int argc, char **argv)
         }
         src = *bt_model_tok_source(mf);
     }
-    if (argc == 4) {
+    if (argc > 3 && *argv[3]) {
         src.pre = bt_str_of(argv[3]);
+    }
+    if (argc > 4) {
+        if (read_file(argv[4], &tmpl) < 0) {
+            fprintf(stderr, "tok_dump: cannot read %s\n", argv[4]);
+            return 1;
+        }
+        src.chat_template = bt_buf_str(&tmpl);
     }
     run(&src, argv[2]);
     bt_buf_fini(&json);
+    bt_buf_fini(&tmpl);
     bt_model_close(mf);
     return fflush(stdout) == 0 ? 0 : 1;
 }
