@@ -51,6 +51,7 @@ const char *bt_err_msg(const struct bt_err *err, int rc)
     return err && err->msg[0] ? err->msg : bt_rc_text(rc);
 }
 
+BT_PRINTF_ATTR(4, 0)
 static void err_fill(struct bt_err *err, int rc, const char *where, const char *fmt, va_list ap)
 {
     err->rc = (enum bt_rc)rc;

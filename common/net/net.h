@@ -13,6 +13,9 @@
 
 #include "common/thr/mailbox.h"
 
+#define BT_NET_MAX_HEAD 4096 /* bytes of a message's head */
+#define BT_NET_MAX_KEY  512  /* bytes of a memory key */
+
 struct bt_net;
 struct bt_net_peer; /* one connection, either side */
 struct bt_net_mem;  /* a registered range of local memory */
@@ -37,7 +40,7 @@ struct bt_net_cfg {
 
 struct bt_net_handlers {
     void *arg;
-    /* [xfer] A peer has connected to us; it lives until closed. */
+    /* [xfer] A peer has connected to us and speaks our frames; it lives until closed. */
     void (*accepted)(void *arg, struct bt_net_peer *peer);
     /* [xfer] `head` and `data` are borrowed for the call and come from a stranger: check them. */
     void (*message)(void *arg, struct bt_net_peer *peer, struct bt_str head, struct bt_str data);
@@ -66,7 +69,8 @@ struct bt_net_timer {
 void bt_net_timer_start(struct bt_net *net, struct bt_net_timer *t, uint64_t deadline_ns);
 void bt_net_timer_stop(struct bt_net_timer *t);
 
-/* [xfer] Connects; never blocks. Failure to reach shows as `closed`. */
+/* [xfer] Connects; never blocks, so the host must be numeric (or "localhost"). Failure to reach
+ * shows as `closed`. */
 int bt_net_connect(struct bt_net *net,
                    const char *address,
                    struct bt_net_peer **ret_peer,
@@ -77,12 +81,16 @@ void bt_net_peer_close(struct bt_net_peer *peer, bool force);
 void bt_net_peer_set_user(struct bt_net_peer *peer, void *user);
 void *bt_net_peer_user(const struct bt_net_peer *peer);
 enum bt_net_method bt_net_peer_method(const struct bt_net_peer *peer);
+/* Address of the other side, for logs; borrowed. */
+const char *bt_net_peer_address(const struct bt_net_peer *peer);
 /* "shm", "tcp", "rdma": for logs and metrics; static. */
 const char *bt_net_peer_transport(const struct bt_net_peer *peer);
 
 /* [xfer] End of an operation: BT_OK, BT_E_CANCELLED, BT_E_PEER_LOST. */
 typedef void (*bt_net_done_fn)(void *arg, int rc);
 
+/* Get, put, flush and keys need a connection that is up, which it is once a message has come in;
+ * messages may be sent before and wait. */
 /* [xfer] One message: `head` is copied (at most 4 KiB); `data` stays valid until done, which may be
  * called before the function returns. Messages of one peer arrive in order. */
 int bt_net_send(struct bt_net_peer *peer,
@@ -90,7 +98,9 @@ int bt_net_send(struct bt_net_peer *peer,
                 struct bt_str data,
                 bt_net_done_fn done,
                 void *arg) BT_MUST_USE;
-/* [xfer] Reads `bytes` at `remote` of the peer's memory into local memory. */
+/* [xfer] Reads `bytes` at `remote` of the peer's memory into local memory. With method pull on one
+ * host this is a system call that copies before it returns (done is called inside): keep the pieces
+ * small enough for the thread's other work. */
 int bt_net_get(struct bt_net_peer *peer,
                void *local,
                uint64_t remote,

@@ -58,6 +58,10 @@ struct kn_weight {
     struct kn_weight_part part[KN_MAX_PARTS];
 };
 
+/* A block of activations whose largest magnitude is not above this is quantized to zeros (127 / max
+ * would overflow). */
+#define KN_QUANT_TINY 1e-30f
+
 struct kn_embed_args {
     const struct bt_tensor *table; /* [V, E], any dtype, as in the file */
     const int32_t *ids;            /* [T], each in [0, V) */
@@ -95,7 +99,8 @@ struct kn_rope_args {
     int n_heads;
     int head_dim;
     bool interleaved;     /* pairs (2i, 2i+1), else (i, i + D/2) */
-    const float *cos_sin; /* [T, D/2, 2] */
+    const float *cos_sin; /* [T, 2, D]: cos for each element, then sin with the sign it takes:
+                             x[j] * cos[j] + x[partner of j] * sin[j] */
 };
 
 /* New rows of one sequence in a packed call. */

@@ -78,7 +78,7 @@ static size_t lay_out(struct kn_model *m, char *base)
         {&m->fwd.qkv, t * (hd + 2 * kd) * sizeof(float)},
         {&m->fwd.gu, t * 2 * f * sizeof(float)},
         {&m->fwd.act, t * f * sizeof(float)},
-        {&m->fwd.cos_sin, t * d * sizeof(float)},
+        {&m->fwd.cos_sin, t * 2 * d * sizeof(float)},
         {&m->freqs, d / 2 * sizeof(float)},
         {&m->all_seqs, s * sizeof(struct kn_seq_rows)},
         {&m->fwd.wanted_seqs, s * sizeof(struct kn_seq_rows)},
@@ -233,14 +233,14 @@ static int set_batch(struct kn_model *m, const struct kn_batch *b, struct bt_err
 
 static void set_angles(struct kn_model *m)
 {
-    int half = m->fwd.c->head_dim / 2;
+    const struct bt_model_config *c = m->fwd.c;
 
     for (int i = 0; i < m->fwd.n_seqs; i++) {
         const struct kn_seq_rows *s = &m->fwd.seqs[i];
 
         for (int r = 0; r < s->n_rows; r++) {
-            kn_rope_angles(m->freqs, half, s->pos + r,
-                           m->fwd.cos_sin + (size_t)(s->row0 + r) * (size_t)half * 2);
+            kn_rope_angles(m->freqs, c->head_dim, c->rope_interleaved, s->pos + r,
+                           m->fwd.cos_sin + (size_t)(s->row0 + r) * 2 * (size_t)c->head_dim);
         }
     }
 }

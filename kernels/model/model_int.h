@@ -105,15 +105,16 @@ struct kn_fwd {
     float *qkv;     /* [T, HD + 2 KD] */
     float *gu;      /* [T, 2F] */
     float *act;     /* [T, F] */
-    float *cos_sin; /* [T, D/2, 2] */
+    float *cos_sin; /* [T, 2, D], for the rope op */
 
     kn_tap_fn tap;
     void *tap_arg;
 };
 
-/* cos and sin of position times frequency, for the rope op. The angle is rounded to f32 first, as
- * the models were trained; cos and sin are the same bits on every machine. */
-void kn_rope_angles(const float *freqs, int half_dim, int pos, float *ret_cos_sin);
+/* The [2, D] row of struct kn_rope_args.cos_sin for one position. The angle is rounded to f32
+ * first, as the models were trained; cos and sin are the same bits on every machine. */
+void kn_rope_angles(
+    const float *freqs, int head_dim, bool interleaved, int pos, float *ret_cos_sin);
 
 /* Tests: taps of this model from now on. */
 void kn_model_set_tap(struct kn_model *m, kn_tap_fn fn, void *arg);

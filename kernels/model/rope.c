@@ -39,38 +39,28 @@ static double cos_poly(double r)
     return 1.0 + z * p;
 }
 
-void kn_rope_angles(const float *freqs, int half_dim, int pos, float *ret_cos_sin)
+/* x >= 0. */
+static void cos_sin(double x, float *ret_cos, float *ret_sin)
 {
-    for (int i = 0; i < half_dim; i++) {
-        double x = (double)((float)pos * freqs[i]);
-        int64_t n =
-            (int64_t)(x * 0x1.45f306dc9c883p-1 + 0.5); /* x >= 0: nearest multiple of pi/2 */
-        double r = x - (double)n * PIO2_1 - (double)n * PIO2_2 - (double)n * PIO2_3;
-        double s = sin_poly(r), c = cos_poly(r);
+    int64_t n = (int64_t)(x * 0x1.45f306dc9c883p-1 + 0.5); /* nearest multiple of pi/2 */
+    double r = x - (double)n * PIO2_1 - (double)n * PIO2_2 - (double)n * PIO2_3;
+    float s = (float)sin_poly(r), c = (float)cos_poly(r);
 
-        switch (n & 3) {
-        case 0:
-            break;
-        case 1: {
-            double u = s;
+    *ret_cos = n & 1 ? s : c;
+    *ret_sin = n & 1 ? c : s;
+    *ret_cos = (n + 1) & 2 ? -*ret_cos : *ret_cos; /* quadrants 1 and 2 */
+    *ret_sin = n & 2 ? -*ret_sin : *ret_sin;       /* quadrants 2 and 3 */
+}
 
-            s = c;
-            c = -u;
-            break;
-        }
-        case 2:
-            s = -s;
-            c = -c;
-            break;
-        default: {
-            double u = s;
+void kn_rope_angles(const float *freqs, int head_dim, bool interleaved, int pos, float *ret_cos_sin)
+{
+    float *cs = ret_cos_sin, *sn = ret_cos_sin + head_dim;
 
-            s = -c;
-            c = u;
-            break;
-        }
-        }
-        ret_cos_sin[2 * i] = (float)c;
-        ret_cos_sin[2 * i + 1] = (float)s;
+    for (int i = 0; i < head_dim / 2; i++) {
+        int a = interleaved ? 2 * i : i, b = interleaved ? 2 * i + 1 : i + head_dim / 2;
+
+        cos_sin((double)((float)pos * freqs[i]), &cs[a], &sn[b]);
+        cs[b] = cs[a];
+        sn[a] = -sn[b];
     }
 }

@@ -36,19 +36,20 @@ void kn_ref_rmsnorm(struct kn_stream *stream, const struct kn_rmsnorm_args *a)
 
 void kn_ref_rope(struct kn_stream *stream, const struct kn_rope_args *a)
 {
-    int half = a->head_dim / 2, step = a->interleaved ? 2 : 1, other = a->interleaved ? 1 : half;
+    int d = a->head_dim, step = a->interleaved ? 2 : 1, other = a->interleaved ? 1 : d / 2;
 
     for (int t = 0; t < a->n_rows; t++) {
-        const float *cs = a->cos_sin + (size_t)t * (size_t)a->head_dim;
+        const float *cs = a->cos_sin + (size_t)t * 2 * (size_t)d, *sn = cs + d;
 
         for (int h = 0; h < a->n_heads; h++) {
-            float *x = a->x + (size_t)t * a->x_stride + (size_t)h * (size_t)a->head_dim;
+            float *x = a->x + (size_t)t * a->x_stride + (size_t)h * (size_t)d;
 
-            for (int i = 0; i < half; i++) {
-                float *p = &x[i * step], *q = p + other, u = *p, v = *q;
+            for (int i = 0; i < d / 2; i++) {
+                int p = i * step, q = p + other;
+                float u = x[p], v = x[q];
 
-                *p = u * cs[2 * i] - v * cs[2 * i + 1];
-                *q = v * cs[2 * i] + u * cs[2 * i + 1];
+                x[p] = u * cs[p] + v * sn[p];
+                x[q] = v * cs[q] + u * sn[q];
             }
         }
     }

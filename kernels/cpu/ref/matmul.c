@@ -22,7 +22,7 @@ static float quantize_block(const float *x, int8_t ret_q[BLOCK], int *ret_sum)
     for (int i = 0; i < BLOCK; i++) {
         max = fabsf(x[i]) > max ? fabsf(x[i]) : max;
     }
-    inv = max > 0 ? 127 / max : 0;
+    inv = max > KN_QUANT_TINY ? 127 / max : 0;
     *ret_sum = 0;
     for (int i = 0; i < BLOCK; i++) {
         ret_q[i] = (int8_t)lrintf(x[i] * inv);

@@ -1,0 +1,168 @@
+/* Private to common/net: the objects behind net.h.
+ *
+ * Thread: everything here belongs to the xfer thread, except the fields of struct bt_net marked
+ * [any]. */
+#ifndef BT_NET_NET_INT_H
+#define BT_NET_NET_INT_H
+
+#include "common/base/buf.h"
+#include "common/ds/map.h"
+#include "common/net/net.h"
+#include "common/thr/time.h"
+
+#include <pthread.h>
+#include <sys/socket.h>
+#include <ucp/api/ucp.h>
+
+#define BT_NET_AM_ID         1
+#define BT_NET_FRAME_VERSION 1
+#define BT_NET_OP_HEAD       256 /* longer heads are allocated one by one */
+#define BT_NET_OPS_KEPT      512
+#define BT_NET_MAX_PEERS     1024
+#define BT_NET_KEY_ROOM      4096
+
+#define BT_NET_UP_NS (5 * BT_NS_PER_S) /* a connection that is not up by then is dropped */
+
+/* In front of every head: offset 0 u16 version, 2 u16 kind, 4 u32 sequence number; little endian.
+ * The sequence number proves the order that net.h promises; it counts messages only. */
+#define BT_NET_FRAME_BYTES 8
+enum bt_net_frame { BT_NET_FRAME_MESSAGE, BT_NET_FRAME_HELLO };
+
+/* Behind the frame of a hello: offset 0 u64 host, 8 u64 address of the cookie, 16 u32 process,
+ * 20 16 bytes of cookie. Together 44 bytes; the whole must stay below 64 to fit every transport. */
+#define BT_NET_HELLO_BYTES (BT_NET_FRAME_BYTES + 36)
+
+struct bt_net_home {
+    uint64_t host; /* digest of boot id and process-id namespace */
+    uint64_t cookie_at;
+    uint32_t pid; /* 0 = unknown */
+    uint8_t cookie[16];
+};
+
+/* CONNECTING -> UP -> CLOSING -> (freed). UP: our hello frame has gone out over the final lanes and
+ * theirs has come in. UCX 1.13 picks the protocol of a send when it is posted; posted while the
+ * lanes are still being chosen, it is run over lanes it was not made for and aborts the process. So
+ * nothing but the tiny hello, which fits every transport, is posted before UP; messages queue here.
+ * Closing starts in the loop, never inside a UCX callback. */
+enum bt_net_peer_state { BT_NET_PEER_CONNECTING, BT_NET_PEER_UP, BT_NET_PEER_CLOSING };
+
+struct bt_net_peer {
+    struct bt_list link;       /* net->peers */
+    struct bt_list dying_link; /* net->dying: to be closed, or closed and waiting for operations */
+    struct bt_net *net;
+    void *user;
+    ucp_ep_h ep;
+    enum bt_net_peer_state state;
+    struct bt_list queue; /* struct bt_net_op.link: messages waiting for UP */
+    struct bt_net_timer up_timer;
+    uint32_t mapped_pid; /* its memory can be read; 0 = no */
+    bool hello_sent, hello_seen;
+    bool up;          /* was up when it began to close: the layer above knows it */
+    bool dying;       /* in net->dying */
+    bool flushing;    /* a soft close has begun */
+    bool close_done;  /* the endpoint is gone */
+    bool lanes_known; /* method and transport are right */
+    bool accepted;    /* they came to us */
+    int rc;           /* why it closes; the first reason stays */
+    uint32_t n_ops;   /* operations that UCX has not completed */
+    uint32_t tx_seq, rx_seq;
+    enum bt_net_method method;
+    const char *transport;
+    char address[64]; /* of the other side, for logs */
+};
+
+struct bt_net_op {
+    struct bt_list link; /* net->free_ops or peer->queue */
+    struct bt_net_peer *peer;
+    bt_net_done_fn done;
+    void *arg;
+    size_t head_bytes;
+    struct bt_str data; /* of a message */
+    char *head;         /* `small`, or allocated */
+    char small[BT_NET_FRAME_BYTES + BT_NET_OP_HEAD];
+};
+
+struct bt_net_mem {
+    struct bt_list link; /* net->mems */
+    struct bt_net *net;
+    ucp_mem_h memh;
+    void *key;
+    size_t key_bytes;
+};
+
+struct bt_net_rkey {
+    ucp_rkey_h rkey;
+    struct bt_net_peer *peer;
+};
+
+struct bt_net {
+    /* [any] set before the thread reports ready, constant afterwards */
+    struct bt_net_cfg cfg;
+    struct bt_net_handlers on;
+    char *listen, *transports, *devices, *method_name; /* copies behind cfg */
+    char address[64];
+    pthread_t thread;
+    struct bt_mailbox mailbox;
+    int efd;
+
+    /* start-up handshake */
+    pthread_mutex_t lock;
+    pthread_cond_t ready_cond;
+    bool ready;
+    int start_rc;
+    struct bt_err start_err;
+
+    bool may_map;      /* reading a peer's memory directly is allowed by the configuration */
+    int forced_method; /* enum bt_net_method, -1 = auto */
+    ucp_context_h context;
+    ucp_worker_h worker;
+    ucp_listener_h listener;
+    int ucp_fd;
+    size_t max_head;
+    struct bt_list peers;  /* struct bt_net_peer.link */
+    struct bt_list dying;  /* struct bt_net_peer.dying_link */
+    struct bt_list timers; /* by deadline */
+    struct bt_list mems;
+    struct bt_list free_ops;
+    uint32_t n_free_ops, n_peers;
+    struct bt_map by_ep;
+    struct bt_msg stop_msg;
+    bool stopping;
+};
+
+/* env.c */
+/* Sets the UCX_* variables this project relies on, once per process, where the user has not. */
+void bt_net_env_init(void);
+int bt_net_resolve(const char *address,
+                   bool numeric_only,
+                   struct sockaddr_storage *ret,
+                   socklen_t *ret_len,
+                   struct bt_err *err) BT_MUST_USE;
+/* "1.2.3.4:5" or "[::1]:5". */
+void bt_net_format(const struct sockaddr_storage *sa, char *buf, size_t n);
+/* Names of the network devices that carry `sa`, comma separated, "all" for a wildcard address. */
+int bt_net_devices_for(const struct sockaddr_storage *sa, char *buf, size_t n, struct bt_err *err)
+    BT_MUST_USE;
+int bt_net_method_parse(const char *name, int *ret_method, struct bt_err *err) BT_MUST_USE;
+int bt_net_rc_of(ucs_status_t status);
+
+/* mapped.c */
+const struct bt_net_home *bt_net_home(void);
+/* True if the memory of the process that says it is `peer` can be read and is that process. */
+bool bt_net_mapped_probe(const struct bt_net_home *peer);
+int bt_net_mapped_read(const struct bt_net_peer *peer, void *local, uint64_t remote, size_t bytes);
+
+/* peer.c */
+int bt_net_peer_init_worker(struct bt_net *net, struct bt_err *err) BT_MUST_USE;
+int bt_net_listen(struct bt_net *net, struct bt_err *err) BT_MUST_USE;
+void bt_net_peer_fail(struct bt_net_peer *peer, int rc);
+/* Closes what is dying and reports what is dead; true if anything happened. */
+bool bt_net_reap(struct bt_net *net);
+struct bt_net_op *
+bt_net_op_new(struct bt_net_peer *peer, size_t head, bt_net_done_fn done, void *arg);
+void bt_net_op_free(struct bt_net_op *op);
+/* Takes what a ucp_*_nbx call with bt_net_op_param returned. */
+int bt_net_op_started(struct bt_net_op *op, ucs_status_ptr_t status);
+ucp_request_param_t bt_net_op_param(struct bt_net_op *op);
+
+#endif

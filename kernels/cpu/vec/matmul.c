@@ -1,0 +1,230 @@
+/* Projection over packed tiles.
+ *
+ * Order of sums: one lane is one output. Float weights: one chain of fused products over K,
+ * ascending. Quantized weights: exact integer sums inside a block of 32, blocks added ascending
+ * (vec.h). Rows, tiles and threads are only walked in different ways; no sum is ever split.
+ *
+ * Work: an item is a group of tiles. Inside an item rows go in pieces whose activations stay in
+ * the second-level cache while the group's tiles pass over them. */
+#include "kernels/cpu/pack.h"
+#include "kernels/cpu/vec/vec.h"
+
+#define ROWS_BYTES     (512 * 1024) /* activations held in cache */
+#define ITEMS_A_THREAD 8
+#define QUANT_WORK     16384 /* elements below which the caller quantizes alone */
+
+#if defined(__AVX512F__)
+#define FLOAT_ROWS 12 /* rows a kernel takes at once: accumulators in registers */
+#else
+#define FLOAT_ROWS 4
+#endif
+
+/* Quantized activations in the stream's scratch. */
+struct acts {
+    int8_t *q;
+    float *scale, *ssum;
+    int32_t *sum;
+};
+
+struct job {
+    const struct kn_matmul_args *a;
+    struct acts acts;
+    int n_tiles; /* all parts */
+    int per_item;
+    int rows_per_item; /* of the quantizing pass */
+};
+
+static bool is_quant(enum bt_dtype t)
+{
+    return t == BT_DTYPE_Q8_0 || t == BT_DTYPE_Q4_0 || t == BT_DTYPE_Q4_1;
+}
+
+static struct acts lay_acts(const struct kn_stream *s, size_t rows, size_t k)
+{
+    size_t blocks = k / KN_QBLOCK;
+    char *p = s->scratch;
+    struct acts x = {.q = (int8_t *)p};
+
+    BT_BUG_ON(kn_scratch_bytes(rows, k) > s->scratch_bytes);
+    p += (rows * k + 63) / 64 * 64;
+    x.scale = (float *)p;
+    p += (rows * blocks * sizeof(float) + 63) / 64 * 64;
+    x.ssum = (float *)p;
+    p += (rows * blocks * sizeof(float) + 63) / 64 * 64;
+    x.sum = (int32_t *)p;
+    return x;
+}
+
+static void quantize_row(const struct acts *x, size_t row, const float *src, size_t k)
+{
+    size_t blocks = k / KN_QBLOCK;
+    int8_t *q = x->q + row * k;
+
+    for (size_t b = 0; b < blocks; b++, src += KN_QBLOCK, q += KN_QBLOCK) {
+        v16 u = v16_load(src), v = v16_load(src + 16);
+        float max = v16_hmax(v16_max(v16_abs(u), v16_abs(v)));
+        v16 inv = v16_set1(max > KN_QUANT_TINY ? 127 / max : 0);
+        int32_t sum = 0;
+
+        v16_store_i8(q, v16_mul(u, inv));
+        v16_store_i8(q + 16, v16_mul(v, inv));
+        for (int i = 0; i < KN_QBLOCK; i++) {
+            sum += q[i];
+        }
+        x->scale[row * blocks + b] = max / 127;
+        x->ssum[row * blocks + b] = max / 127 * (float)sum;
+        x->sum[row * blocks + b] = sum;
+    }
+}
+
+static void quantize_item(void *arg, int item, int member)
+{
+    const struct job *j = arg;
+    int t1 = BT_MIN((item + 1) * j->rows_per_item, j->a->n_rows);
+
+    for (int t = item * j->rows_per_item; t < t1; t++) {
+        quantize_row(&j->acts, (size_t)t, j->a->x + (size_t)t * j->a->x_stride, (size_t)j->a->w->k);
+    }
+}
+
+static void quantize(struct kn_stream *s, struct job *j)
+{
+    int k = j->a->w->k, n_items;
+
+    j->acts = lay_acts(s, (size_t)j->a->n_rows, (size_t)k);
+    j->rows_per_item = BT_MAX(1, QUANT_WORK / k);
+    n_items = (int)BT_DIV_UP(j->a->n_rows, j->rows_per_item);
+    kn_team_run(s->team, n_items, quantize_item, j);
+}
+
+KN_INLINE v16 load_weight(enum bt_dtype t, const char *w, size_t i)
+{
+    if (t == BT_DTYPE_F32) {
+        return v16_load((const float *)w + i * KN_TILE);
+    }
+    if (t == BT_DTYPE_F16) {
+        return v16_load_f16((const uint16_t *)w + i * KN_TILE);
+    }
+    return v16_load_bf16((const uint16_t *)w + i * KN_TILE);
+}
+
+/* n (constant after inlining) rows by one tile. */
+KN_INLINE void float_rows(const struct kn_tile_job *j, enum bt_dtype t, int row, int n)
+{
+    const float *x = j->x + (size_t)row * j->x_stride;
+    v16 acc[FLOAT_ROWS];
+
+#pragma GCC unroll 16
+    for (int r = 0; r < n; r++) {
+        acc[r] = v16_zero();
+    }
+    for (size_t i = 0; i < (size_t)j->k; i++) {
+        v16 w = load_weight(t, j->tile, i);
+
+#pragma GCC unroll 16
+        for (int r = 0; r < n; r++) {
+            acc[r] = v16_fma(w, v16_set1(x[(size_t)r * j->x_stride + i]), acc[r]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < n; r++) {
+        kn_tile_finish(j, row + r, acc[r]);
+    }
+}
+
+KN_INLINE void float_tile_of(const struct kn_tile_job *j, enum bt_dtype t)
+{
+    int row = 0;
+
+    for (; row + FLOAT_ROWS <= j->n_rows; row += FLOAT_ROWS) {
+        float_rows(j, t, row, FLOAT_ROWS);
+    }
+    for (; row + 4 <= j->n_rows; row += 4) {
+        float_rows(j, t, row, 4);
+    }
+    for (; row < j->n_rows; row++) {
+        float_rows(j, t, row, 1);
+    }
+}
+
+static void float_tile(const struct kn_tile_job *j)
+{
+    if (j->dtype == BT_DTYPE_F32) {
+        float_tile_of(j, BT_DTYPE_F32);
+    } else if (j->dtype == BT_DTYPE_F16) {
+        float_tile_of(j, BT_DTYPE_F16);
+    } else {
+        float_tile_of(j, BT_DTYPE_BF16);
+    }
+}
+
+/* Rows [t0, t1) by tile `tile` of the whole weight. */
+static void do_tile(const struct job *j, int tile, int t0, int t1)
+{
+    const struct kn_matmul_args *a = j->a;
+    const struct kn_weight_part *p = a->w->part;
+    size_t k = (size_t)a->w->k, blocks = k / KN_QBLOCK, row = (size_t)t0;
+    int n0 = 0, tiles;
+    struct kn_tile_job tj;
+
+    for (; tile >= (tiles = (int)BT_DIV_UP(p->n, KN_TILE)); p++) {
+        tile -= tiles;
+        n0 += p->n;
+    }
+    tj = (struct kn_tile_job){
+        .dtype = p->dtype,
+        .tile = (const char *)p->data + (size_t)tile * kn_tile_bytes(p->dtype, k),
+        .k = a->w->k,
+        .n_rows = t1 - t0,
+        .x = a->x + row * a->x_stride,
+        .x_stride = a->x_stride,
+        .bias = p->bias ? p->bias + tile * KN_TILE : NULL,
+        .n_cols = BT_MIN(KN_TILE, p->n - tile * KN_TILE),
+        .add = a->add,
+        .out = a->out + row * a->out_stride + n0 + tile * KN_TILE,
+        .out_stride = a->out_stride,
+    };
+    if (!is_quant(p->dtype)) {
+        float_tile(&tj);
+        return;
+    }
+    tj.q = j->acts.q + row * k;
+    tj.scale = j->acts.scale + row * blocks;
+    tj.ssum = j->acts.ssum + row * blocks;
+    tj.sum = j->acts.sum + row * blocks;
+    KN_V(quant_tile)(&tj);
+}
+
+static void matmul_item(void *arg, int item, int member)
+{
+    const struct job *j = arg;
+    int tile0 = item * j->per_item, tile1 = BT_MIN(tile0 + j->per_item, j->n_tiles);
+    int step = BT_MAX(48, ROWS_BYTES / j->a->w->k / 48 * 48);
+
+    for (int t = 0; t < j->a->n_rows; t += step) {
+        int t1 = BT_MIN(t + step, j->a->n_rows);
+
+        for (int tile = tile0; tile < tile1; tile++) {
+            do_tile(j, tile, t, t1);
+        }
+    }
+}
+
+void KN_V(matmul)(struct kn_stream *stream, const struct kn_matmul_args *a)
+{
+    struct job j = {.a = a};
+    bool quant = false;
+
+    for (int i = 0; i < a->w->n_parts; i++) {
+        j.n_tiles += (int)BT_DIV_UP(a->w->part[i].n, KN_TILE);
+        quant |= is_quant(a->w->part[i].dtype);
+    }
+    if (a->n_rows == 0) {
+        return;
+    }
+    if (quant) {
+        quantize(stream, &j);
+    }
+    j.per_item = BT_MAX(1, j.n_tiles / (kn_team_size(stream->team) * ITEMS_A_THREAD));
+    kn_team_run(stream->team, (int)BT_DIV_UP(j.n_tiles, j.per_item), matmul_item, &j);
+}

@@ -1,0 +1,18 @@
+/* The table of one instruction set. */
+#include "kernels/cpu/vec/vec.h"
+
+#include "kernels/cpu/avx2/avx2.h"
+#include "kernels/cpu/avx512/avx512.h"
+
+const struct kn_ops KN_CAT(kn_ops_, KN_ISA) = {
+    .isa = BT_STR2_(KN_ISA),
+    .numerics = "cpu/" BT_STR2_(KN_ISA) "/a8/1",
+    .device = KN_DEVICE_CPU,
+    .format = KN_FORMAT_TILE16,
+    .rmsnorm = KN_V(rmsnorm),
+    .matmul = KN_V(matmul),
+    .rope = KN_V(rope),
+    .kv_write = KN_V(kv_write),
+    .attention = KN_V(attention),
+    .swiglu = KN_V(swiglu),
+};

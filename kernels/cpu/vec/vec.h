@@ -1,0 +1,68 @@
+/* The vector rows of the op table, compiled once for each instruction set. */
+#ifndef KN_CPU_VEC_VEC_H
+#define KN_CPU_VEC_VEC_H
+
+#include "kernels/core/ops.h"
+#include "kernels/cpu/team.h"
+#include "kernels/cpu/vec/v16.h"
+
+void KN_V(rmsnorm)(struct kn_stream *stream, const struct kn_rmsnorm_args *a);
+void KN_V(matmul)(struct kn_stream *stream, const struct kn_matmul_args *a);
+void KN_V(rope)(struct kn_stream *stream, const struct kn_rope_args *a);
+void KN_V(kv_write)(struct kn_stream *stream, const struct kn_kv_write_args *a);
+void KN_V(attention)(struct kn_stream *stream, const struct kn_attention_args *a);
+void KN_V(swiglu)(struct kn_stream *stream, const struct kn_swiglu_args *a);
+
+/* Rows of activations by one tile of 16 outputs (kernels/cpu/pack.h). */
+struct kn_tile_job {
+    enum bt_dtype dtype;
+    const char *tile;
+    int k;
+    int n_rows;
+    /* Float weights. */
+    const float *x; /* [n_rows, k] */
+    size_t x_stride;
+    /* Quantized weights: activations in blocks of 32, [n_rows, k/32] of each. */
+    const int8_t *q;    /* [n_rows, k] */
+    const float *scale; /* value = scale * q */
+    const float *ssum;  /* scale * sum of q */
+    const int32_t *sum; /* sum of q */
+    /* Output. */
+    const float *bias; /* NULL or [n_cols] */
+    int n_cols;        /* 1..16 that exist */
+    bool add;
+    float *out; /* [n_rows, n_cols] */
+    size_t out_stride;
+};
+
+/* The instruction set's own product for quantized tiles. Contract, for every output and row:
+ *     acc = 0; for each block in order: acc = fma(scale * dot, d, acc), dot an exact integer,
+ *     Q4_1 then acc = fma(ssum, m, acc)
+ * and kn_tile_finish at the end. */
+void KN_V(quant_tile)(const struct kn_tile_job *j);
+
+/* Bias, residual, store: result + bias, then old + that. */
+KN_INLINE void kn_tile_finish(const struct kn_tile_job *j, int row, v16 acc)
+{
+    float *out = j->out + (size_t)row * j->out_stride;
+
+    if (j->bias) {
+        acc = v16_add(acc, v16_load_n(j->bias, j->n_cols));
+    }
+    if (j->add) {
+        acc = v16_add(v16_load_n(out, j->n_cols), acc);
+    }
+    v16_store_n(out, acc, j->n_cols);
+}
+
+/* Splits rows over the team when there is enough to do: about KN_MIN_WORK elements an item. */
+#define KN_MIN_WORK 8192
+KN_INLINE int kn_rows_per_item(int n_rows, int width)
+{
+    int rows = KN_MIN_WORK / width;
+
+    rows = BT_MIN(rows, n_rows);
+    return BT_MAX(rows, 1);
+}
+
+#endif

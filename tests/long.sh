@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# What takes hours; called by `tests/run.sh --long` with the folder for results.
+#   BATON_FUZZ_SECONDS  per target (default 600)
+set -uo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/../deploy/lib.sh"
+cd "$BATON_ROOT" || exit 1
+results=$1
+seconds=${BATON_FUZZ_SECONDS:-600}
+rc=0
+
+ensure_packages clang libclang-rt-14-dev
+
+# A JUnit file with one case, for the count.
+record() {
+    local failure=''
+    [ "$2" = 0 ] || failure='<failure/>'
+    printf '<testsuite><testcase classname="long" name="%s">%s</testcase></testsuite>\n' "$1" \
+        "$failure" >"$results/long-$1.xml"
+}
+
+fuzz() {
+    local name=$1 work status=0
+    work=$(mktemp -d "${TMPDIR:-/tmp}/baton-fuzz.XXXXXX")
+    "build-fuzz/tests/fuzz_$name" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 \
+        -artifact_prefix="$BATON_CACHE/fuzz-$name-" "$work" "tests/fuzz/corpus/$name" \
+        >"$work/log" 2>&1 || status=1
+    [ $status = 0 ] || tail -n 40 "$work/log"
+    record "fuzz-$name" $status
+    rm -rf "$work"
+    return $status
+}
+
+if CC=clang step "building the fuzzers" build_tree build-fuzz -Dfuzz=true \
+    -Db_sanitize=address,undefined -Db_lundef=false; then
+    mkdir -p "$BATON_CACHE"
+    for target in build-fuzz/tests/fuzz_*; do
+        [ -x "$target" ] && [ -f "$target" ] || continue
+        name=${target##*/fuzz_}
+        step "fuzzing $name for $seconds s" fuzz "$name" || rc=1
+    done
+else
+    record build-fuzz 1
+    rc=1
+fi
+exit $rc

@@ -1,0 +1,526 @@
+/* Messages, one-sided access, closing and hostile connections, over real UCX. */
+#include "tests/unit/cmocka.h"
+
+#include "common/base/buf.h"
+#include "common/mem/mem.h"
+#include "tests/unit/common/net/side.h"
+
+#include <dirent.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+enum { BIG = 8 << 20 };
+
+struct side {
+    struct bt_net *net;
+    struct bt_net_peer *peer; /* the last accepted or connected */
+    int accepted, messages, closed, done, failed;
+    int closed_rc, bad;
+    uint32_t next; /* expected number of the next message */
+    size_t bytes;  /* of message data */
+    bool echo;
+    struct bt_mem_region mem;
+    struct bt_net_mem *reg;
+    struct bt_str key;
+    struct bt_net_rkey *rkey;
+    const char *address;
+    int rc;
+    struct bt_err err;
+    const struct side *other;
+    uint64_t t_ns;
+};
+
+static void on_accepted(void *arg, struct bt_net_peer *peer)
+{
+    struct side *s = arg;
+
+    __atomic_store_n(&s->peer, peer, __ATOMIC_RELEASE);
+    INC(s->accepted);
+}
+
+static void on_message(void *arg, struct bt_net_peer *peer, struct bt_str head, struct bt_str data)
+{
+    struct side *s = arg;
+    uint32_t n = 0;
+
+    if (head.n >= 4) {
+        memcpy(&n, head.p, 4);
+    }
+    s->bad += n != s->next;
+    for (size_t i = 0; i < data.n; i += 997) {
+        s->bad += data.p[i] != (char)(n + i);
+    }
+    s->next++;
+    s->bytes += data.n;
+    if (s->echo) {
+        s->bad += bt_net_send(peer, head, (struct bt_str){0}, NULL, NULL) != BT_OK;
+    }
+    INC(s->messages);
+}
+
+static void on_closed(void *arg, struct bt_net_peer *peer, int rc)
+{
+    struct side *s = arg;
+
+    s->closed_rc = rc;
+    if (s->peer == peer) {
+        __atomic_store_n(&s->peer, NULL, __ATOMIC_RELEASE);
+    }
+    INC(s->closed);
+}
+
+static void on_done(void *arg, int rc)
+{
+    struct side *s = arg;
+
+    if (rc != BT_OK) {
+        INC(s->failed);
+    }
+    INC(s->done);
+}
+
+static int side_open(struct side *s, const char *transports)
+{
+    const struct bt_net_cfg cfg = {
+        .listen = "127.0.0.1:0", .transports = transports, .max_message_bytes = 4 << 20};
+    const struct bt_net_handlers on = {s, on_accepted, on_message, on_closed};
+    struct bt_err err = {0};
+    int rc;
+
+    *s = (struct side){0};
+    rc = bt_net_create(&cfg, &on, &s->net, &err);
+    if (rc != BT_OK) {
+        fprintf(stderr, "%s\n", err.msg);
+    }
+    return rc;
+}
+
+static void do_connect(void *arg)
+{
+    struct side *s = arg;
+
+    s->rc = bt_net_connect(s->net, s->address, &s->peer, &s->err);
+}
+
+static void connect_sides(struct side *a, struct side *b)
+{
+    a->address = bt_net_address(b->net);
+    side_on_net(a->net, do_connect, a);
+    assert_int_equal(a->rc, BT_OK);
+}
+
+static void do_close(void *arg)
+{
+    struct side *s = arg;
+
+    if (s->peer) {
+        bt_net_peer_close(s->peer, true);
+    }
+}
+
+static void do_soft_close(void *arg)
+{
+    struct side *s = arg;
+
+    if (s->peer) {
+        bt_net_peer_close(s->peer, false);
+        bt_net_peer_close(s->peer, false);
+    }
+}
+
+/* Sizes around every protocol switch of UCX: short, bcopy, zcopy, several fragments. */
+static const size_t sizes[] = {0, 1, 100, 2000, 8000, 8200, 60000, 65536, 70000, 1 << 20, 4 << 20};
+static char *pattern; /* byte i is (char)i */
+
+static void do_send_sizes(void *arg)
+{
+    struct side *s = arg;
+
+    for (uint32_t i = 0; i < BT_ARRAY_LEN(sizes); i++) {
+        struct bt_str data = {pattern + i, sizes[i]};
+
+        s->rc |= bt_net_send(s->peer, (struct bt_str){(char *)&i, 4}, data, on_done, s);
+    }
+}
+
+static void do_send_many(void *arg)
+{
+    struct side *s = arg;
+
+    for (uint32_t i = 0; i < 3000; i++) {
+        struct bt_str data = {pattern + i % 256, i % 7 ? i % 64 : 60000 + i % 100};
+
+        s->rc |= bt_net_send(s->peer, (struct bt_str){(char *)&i, 4}, data, on_done, s);
+    }
+}
+
+static void do_send_too_long(void *arg)
+{
+    static char head[BT_NET_MAX_HEAD + 1];
+    struct side *s = arg;
+
+    s->rc = bt_net_send(s->peer, (struct bt_str){head, sizeof(head)}, BT_STR(""), NULL, NULL);
+    s->bad += s->rc != BT_E_TOO_LARGE;
+    s->rc = bt_net_send(s->peer, BT_STR(""), (struct bt_str){pattern, (4 << 20) + 1}, NULL, NULL);
+}
+
+static void messages_over(const char *transports, const char *name)
+{
+    struct side a, b;
+
+    assert_int_equal(side_open(&a, transports), BT_OK);
+    assert_int_equal(side_open(&b, transports), BT_OK);
+    connect_sides(&a, &b);
+    side_on_net(a.net, do_send_sizes, &a);
+    assert_int_equal(a.rc, BT_OK);
+    assert_true(EVENTUALLY(LOAD(b.messages) == (int)BT_ARRAY_LEN(sizes)));
+    assert_true(EVENTUALLY(LOAD(a.done) == (int)BT_ARRAY_LEN(sizes)));
+    assert_int_equal(b.bad, 0);
+    assert_int_equal(b.accepted, 1);
+    assert_string_equal(bt_net_peer_transport(a.peer), name);
+
+    /* Many, in order, both ways. */
+    a.rc = 0;
+    a.next = b.next = 0;
+    b.messages = 0;
+    b.echo = true;
+    side_on_net(a.net, do_send_many, &a);
+    assert_int_equal(a.rc, BT_OK);
+    assert_true(EVENTUALLY(LOAD(a.messages) == 3000));
+    assert_int_equal(b.messages, 3000);
+    assert_int_equal(a.bad + b.bad + a.failed, 0);
+    side_on_net(a.net, do_send_too_long, &a);
+    assert_int_equal(a.rc, BT_E_TOO_LARGE);
+    assert_int_equal(a.bad, 0);
+
+    side_on_net(a.net, do_soft_close, &a);
+    assert_true(EVENTUALLY(LOAD(a.closed) == 1 && LOAD(b.closed) == 1));
+    assert_int_equal(a.closed_rc, BT_OK);
+    assert_int_equal(b.closed_rc, BT_E_PEER_LOST);
+    bt_net_destroy(a.net);
+    bt_net_destroy(b.net);
+}
+
+static void test_messages_tcp(void **state)
+{
+    messages_over("tcp", "tcp");
+}
+
+static void test_messages_shm(void **state)
+{
+    messages_over("auto", "shm");
+}
+
+static void do_register(void *arg)
+{
+    struct side *s = arg;
+
+    s->rc = bt_net_mem_register(s->net, s->mem.base, s->mem.bytes, &s->reg, &s->key, &s->err);
+}
+
+static void do_unregister(void *arg)
+{
+    struct side *s = arg;
+
+    bt_net_mem_unregister(s->reg);
+}
+
+static void do_unpack(void *arg)
+{
+    struct side *s = arg;
+
+    s->rc = bt_net_rkey_unpack(s->peer, s->other->key, &s->rkey, &s->err);
+}
+
+static void do_drop_key(void *arg)
+{
+    struct side *s = arg;
+
+    bt_net_rkey_destroy(s->rkey);
+}
+
+static void do_gets(void *arg)
+{
+    struct side *s = arg;
+
+    s->rc = 0;
+    s->t_ns = bt_now_ns();
+    for (size_t at = 0; at < BIG; at += 1 << 18) {
+        s->rc |=
+            bt_net_get(s->peer, (char *)s->mem.base + at,
+                       (uint64_t)(uintptr_t)s->other->mem.base + at, 1 << 18, s->rkey, on_done, s);
+    }
+}
+
+static void do_puts(void *arg)
+{
+    struct side *s = arg;
+
+    s->rc = 0;
+    for (size_t at = 0; at < BIG; at += 1 << 18) {
+        s->rc |=
+            bt_net_put(s->peer, (char *)s->mem.base + at,
+                       (uint64_t)(uintptr_t)s->other->mem.base + at, 1 << 18, s->rkey, on_done, s);
+    }
+    s->rc |= bt_net_flush(s->peer, on_done, s);
+}
+
+static void rma_over(const char *transports, enum bt_net_method method)
+{
+    struct side a, b;
+
+    assert_int_equal(side_open(&a, transports), BT_OK);
+    assert_int_equal(side_open(&b, transports), BT_OK);
+    assert_int_equal(bt_mem_host.alloc(BIG, "test", &a.mem, NULL), BT_OK);
+    assert_int_equal(bt_mem_host.alloc(BIG, "test", &b.mem, NULL), BT_OK);
+    memcpy(b.mem.base, pattern, BIG);
+    side_on_net(b.net, do_register, &b);
+    assert_int_equal(b.rc, BT_OK);
+    assert_true(b.key.n >= 8 && b.key.n <= BT_NET_MAX_KEY);
+    connect_sides(&a, &b);
+    assert_true(EVENTUALLY(LOAD(b.accepted) == 1));
+    a.other = &b;
+    side_on_net(a.net, do_unpack, &a);
+    assert_int_equal(a.rc, BT_OK);
+    assert_int_equal(bt_net_peer_method(a.peer), method);
+
+    side_on_net(a.net, do_gets, &a);
+    assert_int_equal(a.rc, BT_OK);
+    assert_true(EVENTUALLY(LOAD(a.done) == BIG >> 18));
+    printf("# %s: get %d bytes in %llu us\n", transports, BIG,
+           (unsigned long long)(bt_now_ns() - a.t_ns) / 1000);
+    assert_int_equal(a.failed, 0);
+    assert_memory_equal(a.mem.base, pattern, BIG);
+
+    memset(a.mem.base, 0x5a, BIG);
+    a.done = 0;
+    side_on_net(a.net, do_puts, &a);
+    assert_int_equal(a.rc, BT_OK);
+    assert_true(EVENTUALLY(LOAD(a.done) == (BIG >> 18) + 1));
+    assert_memory_equal(a.mem.base, b.mem.base, BIG);
+
+    side_on_net(a.net, do_drop_key, &a);
+    side_on_net(b.net, do_unregister, &b);
+    bt_net_destroy(a.net);
+    bt_net_destroy(b.net);
+    assert_int_equal(a.closed, 1);
+    assert_int_equal(b.closed, 1);
+    bt_mem_host.free(&a.mem);
+    bt_mem_host.free(&b.mem);
+}
+
+static void test_rma_tcp(void **state)
+{
+    rma_over("tcp", BT_NET_METHOD_MESSAGE);
+}
+
+static void test_rma_shm(void **state)
+{
+    rma_over("auto", BT_NET_METHOD_PULL);
+}
+
+static void test_listen_refusals(void **state)
+{
+    static const char *const bad[] = {"0.0.0.0:0", "[::]:0", "example", "127.0.0.1:99999",
+                                      "unix:/x"};
+    const struct bt_net_handlers on = {0};
+    struct bt_net *net;
+    struct bt_err err;
+
+    for (size_t i = 0; i < BT_ARRAY_LEN(bad); i++) {
+        struct bt_net_cfg cfg = {.listen = bad[i]};
+
+        assert_int_equal(bt_net_create(&cfg, &on, &net, &err), BT_E_CONFIG);
+        assert_non_null(strstr(err.msg, bad[i]));
+        if (i < 2) {
+            assert_non_null(strstr(err.msg, "allow_insecure"));
+        }
+    }
+    {
+        struct bt_net_cfg cfg = {.listen = "0.0.0.0:0", .allow_insecure = true};
+
+        assert_int_equal(bt_net_create(&cfg, &on, &net, &err), BT_OK);
+        bt_net_destroy(net);
+    }
+    {
+        struct bt_net_cfg cfg = {.listen = "127.0.0.1:0", .method = "carrier pigeon"};
+
+        assert_int_equal(bt_net_create(&cfg, &on, &net, &err), BT_E_CONFIG);
+        assert_non_null(strstr(err.msg, "carrier pigeon"));
+    }
+    {
+        struct bt_net_cfg cfg = {.listen = "127.0.0.1:0", .transports = "nonsense"};
+
+        assert_int_equal(bt_net_create(&cfg, &on, &net, &err), BT_E_CONFIG);
+        assert_non_null(strstr(err.msg, "nonsense"));
+    }
+}
+
+static void test_connect_refused(void **state)
+{
+    struct side a;
+
+    assert_int_equal(side_open(&a, "auto"), BT_OK);
+    a.address = "127.0.0.1:1";
+    side_on_net(a.net, do_connect, &a);
+    if (a.rc == BT_OK) {
+        assert_true(EVENTUALLY(LOAD(a.closed) == 1));
+        assert_int_equal(a.closed_rc, BT_E_PEER_LOST);
+    } else {
+        assert_int_equal(a.rc, BT_E_UNAVAILABLE);
+    }
+    a.address = "host.invalid:80";
+    side_on_net(a.net, do_connect, &a);
+    assert_int_equal(a.rc, BT_E_INVALID);
+    bt_net_destroy(a.net);
+}
+
+struct ticker {
+    struct bt_net_timer a, b, c;
+    struct side *s;
+    int order[3], n;
+};
+
+static void tick_a(struct bt_net_timer *t)
+{
+    struct ticker *k = BT_CONTAINER_OF(t, struct ticker, a);
+
+    k->order[k->n++] = 'a';
+    INC(k->s->done);
+}
+
+static void tick_b(struct bt_net_timer *t)
+{
+    struct ticker *k = BT_CONTAINER_OF(t, struct ticker, b);
+
+    k->order[k->n++] = 'b';
+    INC(k->s->done);
+}
+
+static void tick_c(struct bt_net_timer *t)
+{
+    struct ticker *k = BT_CONTAINER_OF(t, struct ticker, c);
+
+    INC(k->s->failed);
+}
+
+static void do_start_timers(void *arg)
+{
+    struct ticker *k = arg;
+    uint64_t now = bt_now_ns();
+
+    k->a.fn = tick_a;
+    k->b.fn = tick_b;
+    k->c.fn = tick_c;
+    bt_net_timer_stop(&k->c);
+    bt_net_timer_start(k->s->net, &k->b, now + 30 * BT_NS_PER_MS);
+    bt_net_timer_start(k->s->net, &k->c, now + 20 * BT_NS_PER_MS);
+    bt_net_timer_start(k->s->net, &k->a, now + 50 * BT_NS_PER_MS);
+    bt_net_timer_start(k->s->net, &k->a, now + 10 * BT_NS_PER_MS);
+    bt_net_timer_stop(&k->c);
+}
+
+static void test_timers(void **state)
+{
+    struct side a;
+    struct ticker k = {.s = &a};
+
+    assert_int_equal(side_open(&a, "tcp"), BT_OK);
+    side_on_net(a.net, do_start_timers, &k);
+    assert_true(EVENTUALLY(LOAD(a.done) == 2));
+    assert_int_equal(k.order[0], 'a');
+    assert_int_equal(k.order[1], 'b');
+    assert_int_equal(a.failed, 0);
+    bt_net_destroy(a.net);
+}
+
+static int count_fds(void)
+{
+    DIR *d = opendir("/proc/self/fd");
+    int n = 0;
+
+    while (d && readdir(d)) {
+        n++;
+    }
+    closedir(d);
+    return n;
+}
+
+static long rss_kb(void)
+{
+    FILE *f = fopen("/proc/self/statm", "r");
+    long total = 0, resident = 0;
+
+    if (f && fscanf(f, "%ld %ld", &total, &resident) != 2) {
+        resident = -1;
+    }
+    fclose(f);
+    return resident * 4;
+}
+
+static void reconnects(const char *transports)
+{
+    struct side a, b;
+    int fds = 0;
+    long rss = 0;
+
+    assert_int_equal(side_open(&a, transports), BT_OK);
+    assert_int_equal(side_open(&b, transports), BT_OK);
+    for (int i = 0; i < 250; i++) {
+        int before = LOAD(b.accepted);
+
+        a.next = b.next = 0;
+        connect_sides(&a, &b);
+        side_on_net(a.net, do_send_sizes, &a);
+        /* Closed by either side, or before it was up. */
+        if (i % 3) {
+            assert_true(EVENTUALLY(LOAD(b.accepted) == before + 1));
+        }
+        side_on_net(i % 3 == 1 ? b.net : a.net, do_close, i % 3 == 1 ? &b : &a);
+        assert_true(EVENTUALLY(LOAD(a.closed) == i + 1 && LOAD(b.closed) == LOAD(b.accepted)));
+        if (i == 49) {
+            fds = count_fds();
+            rss = rss_kb();
+        }
+    }
+    printf("# %s: fds %d -> %d, rss %ld -> %ld kB\n", transports, fds, count_fds(), rss, rss_kb());
+    assert_true(EVENTUALLY(count_fds() <= fds + 8));
+    assert_true(rss_kb() < rss + 16 * 1024);
+    bt_net_destroy(a.net);
+    bt_net_destroy(b.net);
+}
+
+static void test_KVX_09_reconnects_leak_nothing_tcp(void **state)
+{
+    reconnects("tcp");
+}
+
+static void test_KVX_09_reconnects_leak_nothing_shm(void **state)
+{
+    reconnects("auto");
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_messages_tcp),
+        cmocka_unit_test(test_messages_shm),
+        cmocka_unit_test(test_rma_tcp),
+        cmocka_unit_test(test_rma_shm),
+        cmocka_unit_test(test_listen_refusals),
+        cmocka_unit_test(test_connect_refused),
+        cmocka_unit_test(test_timers),
+        cmocka_unit_test(test_KVX_09_reconnects_leak_nothing_tcp),
+        cmocka_unit_test(test_KVX_09_reconnects_leak_nothing_shm),
+    };
+    int rc;
+
+    pattern = malloc(BIG);
+    for (size_t i = 0; i < BIG; i++) {
+        pattern[i] = (char)i;
+    }
+    rc = cmocka_run_group_tests(tests, NULL, NULL);
+    free(pattern);
+    return rc;
+}
