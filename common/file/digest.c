@@ -5,7 +5,9 @@
  *
  * Only `files` costs time, so it alone is cached, under a name made from device, inode, size and
  * mtime of every file. The cache is a convenience: unreadable, missing or torn entries are ignored
- * and a folder that cannot be written is no error. Entries are written beside and renamed. */
+ * and a folder that cannot be written is no error. Entries are written beside and renamed. A file
+ * changed in the last second is not looked up or entered: the clock of mtime is coarse, and a
+ * second change within one of its ticks would go unseen. */
 #include "common/file/file_int.h"
 
 #include <fcntl.h>
@@ -13,6 +15,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #define HEX_LEN 64
@@ -183,10 +186,26 @@ static int describe(const struct bt_model_file *mf, struct bt_buf *b)
     return rc;
 }
 
+/* True if no file is so new that its mtime may yet stand for other bytes. */
+static bool settled(const struct bt_model_file *mf)
+{
+    struct timespec ts;
+    int64_t now_ns;
+
+    clock_gettime(CLOCK_REALTIME, &ts);
+    now_ns = (int64_t)ts.tv_sec * 1000000000 + ts.tv_nsec;
+    for (size_t i = 0; i < mf->n_files; i++) {
+        if (mf->files[i].mtime_ns > now_ns - 1000000000) {
+            return false;
+        }
+    }
+    return true;
+}
+
 static int files_digest(const struct bt_model_file *mf, uint8_t ret[32], struct bt_err *err)
 {
     char path[4000];
-    bool cached = cache_path(mf, path, sizeof(path));
+    bool cached = settled(mf) && cache_path(mf, path, sizeof(path));
     int rc;
 
     if (cached && cache_load(path, ret)) {
