@@ -4,7 +4,7 @@
  * hold the tensors it says, and nothing else is read, whatever else lies in the folder. Without an
  * index model.safetensors is all. File names come from an untrusted index, so they must be plain
  * names; symbolic links are followed, since download caches consist of them. */
-#include "common/file/hf_int.h"
+#include "common/file/hf.h"
 #include "common/file/safetensors.h"
 
 #include <limits.h>

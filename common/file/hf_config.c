@@ -3,7 +3,7 @@
  * Which ids end an answer (field report STOP-04): the union of eos_token_id of
  * generation_config.json, eos_token_id of config.json (each one id or a list) and the id of
  * eos_token of tokenizer_config.json. */
-#include "common/file/hf_int.h"
+#include "common/file/hf.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,6 +1,6 @@
-/* Bounded JSON; see json_int.h. The scan knows strings and brackets only; whether the text is
+/* Bounded JSON; see json.h. The scan knows strings and brackets only; whether the text is
  * JSON at all is for the parser behind it. */
-#include "common/file/json_int.h"
+#include "common/file/json.h"
 
 /* Index just past the string that opens at text.p[i], or text.n. */
 static size_t skip_string(struct bt_str text, size_t i)

@@ -10,7 +10,7 @@
 #ifndef BT_FILE_SAFETENSORS_H
 #define BT_FILE_SAFETENSORS_H
 
-#include "common/file/json_int.h"
+#include "common/file/json.h"
 
 #define BT_ST_MAX_HEADER (8u << 20)
 #define BT_ST_MAX_DIMS   8

@@ -1,7 +1,8 @@
 /* JSON of untrusted files: jansson behind a scan that bounds nesting and number of values, so that
- * neither the stack nor memory depends on what the file says. Private to common/file. */
-#ifndef BT_FILE_JSON_INT_H
-#define BT_FILE_JSON_INT_H
+ * neither the stack nor memory depends on what the file says. Used inside this folder and by its
+ * fuzz targets and tests. */
+#ifndef BT_FILE_JSON_H
+#define BT_FILE_JSON_H
 
 #include "common/file/file_int.h"
 

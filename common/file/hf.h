@@ -1,9 +1,9 @@
 /* The two halves of a Hugging Face directory: JSON settings (hf_config.c) and weights (hf.c).
- * Private to common/file. */
-#ifndef BT_FILE_HF_INT_H
-#define BT_FILE_HF_INT_H
+ * Used inside this folder and by its fuzz targets and tests. */
+#ifndef BT_FILE_HF_H
+#define BT_FILE_HF_H
 
-#include "common/file/json_int.h"
+#include "common/file/json.h"
 
 /* config.json -> mf->cfg (all but n_vocab and what bt_model_check finds out). */
 int bt_hf_read_config(struct bt_model_file *mf,
