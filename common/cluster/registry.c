@@ -181,6 +181,7 @@ static void link_up(struct bt_registry *reg)
 static void link_down(struct bt_registry *reg, int rc, const struct bt_err *err)
 {
     uint64_t max = BT_MIN(reg->cfg.conf->lease_ns / 3, PAUSE_MAX_NS);
+    char msg[256];
 
     redis_close(&reg->conn);
     count(reg, &reg->stats.n_failures, 1);
@@ -188,7 +189,7 @@ static void link_down(struct bt_registry *reg, int rc, const struct bt_err *err)
     reg->pause_ns = BT_MIN(reg->pause_ns * 2, max);
     if (reg->link != LINK_DOWN) {
         BT_WARN("redis_down", "msg=\"%s; membership is frozen, trying on\" rc=%s",
-                bt_err_msg(err, rc), bt_rc_name(rc));
+                bt_log_quotable(bt_err_msg(err, rc), msg, sizeof(msg)), bt_rc_name(rc));
         reg->link = LINK_DOWN;
         set_flag(reg, &reg->stats.up, false);
         set_flag(reg, &reg->stats.announced, false);
@@ -328,9 +329,6 @@ static void bad_entry(struct reading *r, const char *name, size_t n, const char 
     if (r->n_bad++ == 0) {
         snprintf(r->first_bad, sizeof(r->first_bad), "%.*s: %.70s", (int)BT_MIN(n, (size_t)40),
                  name, why);
-        for (char *p = r->first_bad; *p; p++) {
-            *p = (char)(*p == '"' ? '\'' : *p);
-        }
     }
 }
 
@@ -469,8 +467,11 @@ static int accept_reading(struct bt_registry *reg, struct reading *r)
 
 static void tell_bad(struct bt_registry *reg, const struct reading *r)
 {
+    char msg[120];
+
     if (r->n_bad != reg->n_bad && r->n_bad > 0) {
-        BT_WARN("bad_entry", "msg=\"passed over: %s\" n=%zu", r->first_bad, r->n_bad);
+        BT_WARN("bad_entry", "msg=\"passed over: %s\" n=%zu",
+                bt_log_quotable(r->first_bad, msg, sizeof(msg)), r->n_bad);
     }
     reg->n_bad = r->n_bad;
     count(reg, &reg->stats.n_bad, r->n_bad);

@@ -361,7 +361,10 @@ int bt_node_check_listen(const struct bt_node_conf *conf,
 
 int bt_node_fail(enum bt_exit code, int rc, const struct bt_err *err)
 {
-    BT_ERROR("exit", "msg=\"%s\" rc=%s exit_code=%d", bt_err_msg(err, rc), bt_rc_name(rc), code);
+    char msg[256];
+
+    BT_ERROR("exit", "msg=\"%s\" rc=%s exit_code=%d",
+             bt_log_quotable(bt_err_msg(err, rc), msg, sizeof(msg)), bt_rc_name(rc), code);
     return code;
 }
 

@@ -74,3 +74,12 @@ void bt_log_write(
         return; /* nobody is left to tell */
     }
 }
+
+const char *bt_log_quotable(const char *text, char *buf, size_t n)
+{
+    snprintf(buf, n, "%s", text);
+    for (char *p = buf; *p; p++) {
+        *p = (char)(*p == '"' ? '\'' : *p);
+    }
+    return buf;
+}

@@ -30,6 +30,9 @@ void bt_log_write(struct bt_log_site *site,
                   const char *fmt,
                   ...) BT_PRINTF_ATTR(4, 5);
 
+/* Copies text that is to stand between quotes: '"' becomes '\''. Returns buf (terminated). */
+const char *bt_log_quotable(const char *text, char *buf, size_t n);
+
 #define BT_LOG_(level, event, ...)                                                                 \
     do {                                                                                           \
         static struct bt_log_site bt_site_;                                                        \
