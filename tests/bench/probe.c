@@ -1,0 +1,211 @@
+/* Rate probes: threads that do nothing but read, or nothing but multiply. */
+#include "tests/bench/probe.h"
+
+#include "common/thr/time.h"
+
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define PROBE_NS    (300 * BT_NS_PER_MS)
+#define MAX_THREADS 256
+
+struct worker {
+    pthread_t thread;
+    pthread_barrier_t *start;
+    double (*work)(const struct worker *w); /* does a piece, returns its amount */
+    const char *p;
+    size_t n;
+    double rate; /* amount a second */
+    uint64_t sink;
+};
+
+static int by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+
+    return (x > y) - (x < y);
+}
+
+double probe_median(double *values, int n)
+{
+    qsort(values, (size_t)n, sizeof(*values), by_value);
+    return n % 2 ? values[n / 2] : (values[n / 2 - 1] + values[n / 2]) / 2;
+}
+
+static void *worker_main(void *arg)
+{
+    struct worker *w = arg;
+    double amount = 0;
+    uint64_t start;
+
+    pthread_barrier_wait(w->start);
+    start = bt_now_ns();
+    do {
+        amount += w->work(w);
+    } while (bt_now_ns() - start < PROBE_NS);
+    w->rate = amount / ((double)(bt_now_ns() - start) / 1e9);
+    return NULL;
+}
+
+/* Sum of the rates of all threads; best of three. */
+static double
+run(int threads, double (*work)(const struct worker *w), const char *buf, size_t bytes)
+{
+    static struct worker workers[MAX_THREADS];
+    double best = 0;
+
+    threads = BT_MIN(threads, MAX_THREADS);
+    for (int round = 0; round < 3; round++) {
+        pthread_barrier_t start;
+        double sum = 0;
+
+        pthread_barrier_init(&start, NULL, (unsigned)threads);
+        for (int i = 0; i < threads; i++) {
+            size_t part = bytes / (size_t)threads / 64 * 64;
+
+            workers[i] = (struct worker){
+                .start = &start, .work = work, .p = buf ? buf + part * (size_t)i : NULL, .n = part};
+            if (pthread_create(&workers[i].thread, NULL, worker_main, &workers[i]) != 0) {
+                abort();
+            }
+        }
+        for (int i = 0; i < threads; i++) {
+            pthread_join(workers[i].thread, NULL);
+            sum += workers[i].rate;
+        }
+        pthread_barrier_destroy(&start);
+        best = BT_MAX(best, sum);
+    }
+    return best;
+}
+
+static double read_piece(const struct worker *w)
+{
+    typedef uint64_t vec __attribute__((vector_size(64), aligned(64)));
+    const vec *v = (const vec *)w->p;
+    vec a = {0}, b = {0}, c = {0}, d = {0};
+
+    for (size_t i = 0; i + 4 <= w->n / sizeof(vec); i += 4) {
+        a += v[i];
+        b += v[i + 1];
+        c += v[i + 2];
+        d += v[i + 3];
+    }
+    a += b + c + d;
+    ((struct worker *)w)->sink += a[0]; /* so that the reads are not optimized away */
+    return (double)(w->n / sizeof(vec) / 4 * 4 * sizeof(vec));
+}
+
+double probe_read_bytes_per_s(int threads, size_t bytes)
+{
+    char *buf = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    double rate;
+
+    if (buf == MAP_FAILED) {
+        return 0;
+    }
+    madvise(buf, bytes, MADV_HUGEPAGE);
+    memset(buf, 1, bytes);
+    rate = run(threads, read_piece, buf, bytes);
+    munmap(buf, bytes);
+    return rate;
+}
+
+#if defined(__x86_64__)
+#define MAC_ROUNDS 4096
+#define MAC_CHAINS 16 /* independent accumulators: more than latency times ports */
+
+__attribute__((target("avx512f,avx512vnni"))) static double vnni_piece(const struct worker *w)
+{
+    __m512i acc[MAC_CHAINS], x = _mm512_set1_epi8(3), y = _mm512_set1_epi8(2);
+
+    for (int i = 0; i < MAC_CHAINS; i++) {
+        acc[i] = _mm512_set1_epi32(i);
+    }
+    for (int r = 0; r < MAC_ROUNDS; r++) {
+#pragma GCC unroll 16
+        for (int i = 0; i < MAC_CHAINS; i++) {
+            acc[i] = _mm512_dpbusd_epi32(acc[i], x, y);
+            __asm__ volatile("" : "+v"(acc[i]));
+        }
+    }
+    return (double)MAC_ROUNDS * MAC_CHAINS * 64 * 2;
+}
+
+__attribute__((target("avx2,fma"))) static double fma_piece(const struct worker *w)
+{
+    __m256 acc[MAC_CHAINS / 2], x = _mm256_set1_ps(0.5f), y = _mm256_set1_ps(0.25f);
+
+    for (int i = 0; i < MAC_CHAINS / 2; i++) {
+        acc[i] = _mm256_set1_ps((float)i);
+    }
+    for (int r = 0; r < MAC_ROUNDS; r++) {
+#pragma GCC unroll 8
+        for (int i = 0; i < MAC_CHAINS / 2; i++) {
+            acc[i] = _mm256_fmadd_ps(acc[i], x, y);
+            __asm__ volatile("" : "+x"(acc[i]));
+        }
+    }
+    return (double)MAC_ROUNDS * (MAC_CHAINS / 2) * 8 * 2;
+}
+#endif
+
+static double scalar_piece(const struct worker *w)
+{
+    double a = 1, b = 2, c = 3, d = 4;
+
+    for (int r = 0; r < 100000; r++) {
+        a = a * 0.5 + 0.25;
+        b = b * 0.5 + 0.25;
+        c = c * 0.5 + 0.25;
+        d = d * 0.5 + 0.25;
+        __asm__ volatile("" : "+m"(a), "+m"(b), "+m"(c), "+m"(d));
+    }
+    return 100000.0 * 4 * 2;
+}
+
+double probe_mac_ops_per_s(int threads, const char **ret_name)
+{
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512vnni")) {
+        *ret_name = "vnni rate";
+        return run(threads, vnni_piece, NULL, 0);
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        *ret_name = "fma rate";
+        return run(threads, fma_piece, NULL, 0);
+    }
+#endif
+    *ret_name = "scalar rate";
+    return run(threads, scalar_piece, NULL, 0);
+}
+
+void probe_print(const struct probe_result *r, bool json)
+{
+    double ratio = !r->ceiling          ? 0
+                   : r->lower_is_better ? r->ceiling_value / r->value
+                                        : r->value / r->ceiling_value;
+
+    if (!json) {
+        printf("%s  %-24s %12.3f %s", r->bench, r->name, r->value, r->unit);
+        if (r->ceiling) {
+            printf("  (%s %.3f, ratio %.3f)", r->ceiling, r->ceiling_value, ratio);
+        }
+        printf("\n");
+    } else {
+        printf("{\"bench\":\"%s\",\"case\":\"%s\",\"metric\":\"%s\",\"value\":%.6g,\"unit\":\"%s\"",
+               r->bench, r->name, r->metric, r->value, r->unit);
+        if (r->ceiling) {
+            printf(",\"ceiling\":\"%s\",\"ceiling_value\":%.6g,\"ratio\":%.4f", r->ceiling,
+                   r->ceiling_value, ratio);
+        }
+        printf("}\n");
+    }
+    fflush(stdout);
+}
