@@ -339,6 +339,8 @@ static int read_bos(struct bt_model_file *mf, const struct bt_gguf *g, struct bt
     } else {
         /* What the tools that write these files assume where they leave it out. */
         mf->tok.add_bos = id >= 0 && (bt_str_eq(mf->tok.model, BT_STR("llama")) ||
+                                      bt_str_eq(mf->tok.pre, BT_STR("llama3")) ||
+                                      bt_str_eq(mf->tok.pre, BT_STR("llama-v3")) ||
                                       bt_str_eq(mf->tok.pre, BT_STR("llama-bpe")));
     }
     return BT_OK;

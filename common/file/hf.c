@@ -102,7 +102,10 @@ static int add_tensor(struct loader *l, const struct bt_st_tensor *s, const char
     if (mf->n_tensors == l->cap_tensors) {
         size_t cap = l->cap_tensors ? l->cap_tensors * 2 : 256;
 
-        t = cap <= MAX_TENSORS ? realloc(mf->tensors, cap * sizeof(*t)) : NULL;
+        if (cap > MAX_TENSORS) {
+            return BT_FAIL(l->err, BT_E_TOO_LARGE, "more than %d tensors", MAX_TENSORS);
+        }
+        t = realloc(mf->tensors, cap * sizeof(*t));
         if (!t) {
             return BT_E_NOMEM;
         }

@@ -201,7 +201,7 @@ struct param {
 
 static size_t params_of(const struct mk_spec *s, struct param *ret, size_t cap)
 {
-    bool qwen2 = strcmp(s->arch, "qwen2") == 0, qwen3 = strcmp(s->arch, "qwen3") == 0;
+    bool bias = s->bias || strcmp(s->arch, "qwen2") == 0, qwen3 = strcmp(s->arch, "qwen3") == 0;
     const struct {
         const char *gguf, *hf;
         int rows, cols;
@@ -212,9 +212,9 @@ static size_t params_of(const struct mk_spec *s, struct param *ret, size_t cap)
         {"attn_k.weight", "self_attn.k_proj.weight", s->hkv * s->d, s->e, true},
         {"attn_v.weight", "self_attn.v_proj.weight", s->hkv * s->d, s->e, true},
         {"attn_output.weight", "self_attn.o_proj.weight", s->e, s->h * s->d, true},
-        {"attn_q.bias", "self_attn.q_proj.bias", s->h * s->d, 0, qwen2},
-        {"attn_k.bias", "self_attn.k_proj.bias", s->hkv * s->d, 0, qwen2},
-        {"attn_v.bias", "self_attn.v_proj.bias", s->hkv * s->d, 0, qwen2},
+        {"attn_q.bias", "self_attn.q_proj.bias", s->h * s->d, 0, bias},
+        {"attn_k.bias", "self_attn.k_proj.bias", s->hkv * s->d, 0, bias},
+        {"attn_v.bias", "self_attn.v_proj.bias", s->hkv * s->d, 0, bias},
         {"attn_q_norm.weight", "self_attn.q_norm.weight", s->d, 0, qwen3},
         {"attn_k_norm.weight", "self_attn.k_norm.weight", s->d, 0, qwen3},
         {"ffn_norm.weight", "post_attention_layernorm.weight", s->e, 0, true},

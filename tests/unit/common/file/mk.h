@@ -45,6 +45,7 @@ struct mk_spec {
     const char *arch; /* "llama", "qwen2", "qwen3", "mistral" (directories only) */
     int layers, e, h, hkv, d, f, v;
     bool tied;
+    bool bias; /* of Q, K and V; qwen2 has it anyway */
 };
 #define MK_SPEC(a)                                                                                 \
     ((struct mk_spec){                                                                             \

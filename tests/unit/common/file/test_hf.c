@@ -400,14 +400,19 @@ static void test_LOAD_06_digest(void **state)
 
 static void test_LOAD_07_head_size(void **state)
 {
-    const char *const archs[] = {"llama", "qwen2", "qwen3"};
+    static const struct {
+        const char *arch;
+        bool bias;
+    } rows[] = {
+        {"llama", false}, {"llama", true}, {"qwen2", true}, {"qwen3", false}, {"qwen3", true}};
 
-    for (size_t i = 0; i < BT_ARRAY_LEN(archs); i++) {
-        struct mk_spec s = MK_SPEC(archs[i]);
+    for (size_t i = 0; i < BT_ARRAY_LEN(rows); i++) {
+        struct mk_spec s = MK_SPEC(rows[i].arch);
         struct mk_gguf g = {0};
         struct bt_buf file;
 
         s.d = 32; /* 64 / 4 would be 16 */
+        s.bias = rows[i].bias;
         mk_hf_model(dir, &s, "", 1);
         mk_gguf_model(&g, &s);
         mk_gguf_write(&g, &file);
@@ -418,19 +423,35 @@ static void test_LOAD_07_head_size(void **state)
             struct bt_model_file *mf = open_good(form ? mk_path(dir, "m.gguf") : dir);
 
             assert_int_equal(bt_model_config(mf)->head_dim, 32);
+            assert_int_equal(bt_model_config(mf)->qkv_bias, rows[i].bias);
+            assert_int_equal(bt_model_config(mf)->qk_norm, strcmp(rows[i].arch, "qwen3") == 0);
             assert_int_equal(bt_model_tensor(mf, "blk.0.attn_q.weight")->shape[0], 128);
             assert_int_equal(bt_model_tensor(mf, "blk.0.attn_k.weight")->shape[0], 64);
             assert_int_equal(bt_model_tensor(mf, "blk.0.attn_output.weight")->shape[1], 128);
             bt_model_close(mf);
         }
     }
-    /* And a head size that the tensors do not have. */
-    struct mk_spec s = MK_SPEC("llama");
+}
 
-    mk_hf_model(dir, &s, "", 2);
+/* The configuration gives one head size, the tensors have another. */
+static void test_LOAD_07_mismatch(void **state)
+{
+    struct mk_spec s = MK_SPEC("llama");
+    struct bt_buf config = {0};
+    FILE *f;
+
+    mk_hf_model(dir, &s, "", 1);
+    f = fopen(mk_path(dir, "config.json"), "rb");
+    assert_non_null(f);
+    assert_int_equal(bt_buf_reserve(&config, 4096), BT_OK);
+    config.n = fread(config.p, 1, 4095, f);
+    fclose(f);
     s.d = 32;
     mk_hf_model(dir, &s, "", 1);
-    refused(BT_E_FORMAT, "attn_q.weight");
+    mk_file(dir, "config.json", config.p, config.n);
+    bt_buf_fini(&config);
+    refused(BT_E_FORMAT, "blk.0.attn_q.weight");
+    refused(BT_E_FORMAT, "[128, 64]");
 }
 
 /* --- STOP-04 --- */
@@ -587,6 +608,7 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_LOAD_06_refused, setup, teardown),
         cmocka_unit_test_setup_teardown(test_LOAD_06_digest, setup, teardown),
         cmocka_unit_test_setup_teardown(test_LOAD_07_head_size, setup, teardown),
+        cmocka_unit_test_setup_teardown(test_LOAD_07_mismatch, setup, teardown),
         cmocka_unit_test_setup_teardown(test_STOP_04_directory, setup, teardown),
         cmocka_unit_test_setup_teardown(test_STOP_04_refused, setup, teardown),
         cmocka_unit_test_setup_teardown(test_STOP_04_gguf, setup, teardown),
