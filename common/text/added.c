@@ -26,7 +26,7 @@ int added_init(struct added *a, const struct added_token *tokens, size_t n)
             return BT_E_TOO_LARGE;
         }
         /* Otherwise a match could begin or end inside a character of the text. */
-        if (utf8_valid_prefix(tokens[i].text.p, tokens[i].text.n) != tokens[i].text.n) {
+        if (bt_utf8_valid_prefix(tokens[i].text.p, tokens[i].text.n) != tokens[i].text.n) {
             return BT_E_FORMAT;
         }
         total += tokens[i].text.n;

@@ -62,7 +62,7 @@ int bpe_unmap(struct bt_str text, struct bt_buf *out)
     if (rc < 0) {
         return rc;
     }
-    if (utf8_valid_prefix(text.p, text.n) != text.n) {
+    if (bt_utf8_valid_prefix(text.p, text.n) != text.n) {
         return BT_E_FORMAT;
     }
     for (size_t i = 0; i < text.n; i += len) {

@@ -7,7 +7,7 @@
  * The default system text is read from the template, not known by heart. */
 #include "common/text/chat.h"
 
-#include "common/text/unicode_int.h"
+#include "common/text/utf8.h"
 
 #include <stdlib.h>
 
@@ -429,7 +429,7 @@ static int check_messages(const struct bt_chat_message *messages, size_t n, stru
         }
         for (size_t k = 0; k < messages[i].n_parts; k++) {
             struct bt_str s = messages[i].parts[k];
-            size_t valid = utf8_valid_prefix(s.p, s.n);
+            size_t valid = bt_utf8_valid_prefix(s.p, s.n);
 
             if (valid != s.n) {
                 return BT_FAIL(err, BT_E_INVALID,

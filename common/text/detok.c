@@ -10,14 +10,21 @@ void bt_detok_init(struct bt_detok *d, const struct bt_tokenizer *tok, unsigned 
     *d = (struct bt_detok){.tok = tok, .flags = flags};
 }
 
-/* The caller has made room. */
-static void put(struct bt_buf *text, const void *p, size_t n)
+/* Where the text goes; p = NULL only counts. */
+struct sink {
+    char *p;
+    size_t n;
+};
+
+static void put(struct sink *out, const void *p, size_t n)
 {
-    memcpy(text->p + text->n, p, n);
-    text->n += n;
+    if (out->p) {
+        memcpy(out->p + out->n, p, n);
+    }
+    out->n += n;
 }
 
-static void push_byte(struct bt_detok *d, uint8_t b, struct bt_buf *text)
+static void push_byte(struct bt_detok *d, uint8_t b, struct sink *out)
 {
     unsigned need;
 
@@ -27,48 +34,54 @@ static void push_byte(struct bt_detok *d, uint8_t b, struct bt_buf *text)
                 d->held[d->n_held++] = b;
                 return;
             }
-            put(text, d->held, d->n_held);
-            put(text, &b, 1);
+            put(out, d->held, d->n_held);
+            put(out, &b, 1);
             d->n_held = 0;
             return;
         }
-        put(text, replacement, sizeof(replacement));
+        put(out, replacement, sizeof(replacement));
         d->n_held = 0;
     }
     need = utf8_need(b);
     if (need == 1) {
-        put(text, &b, 1);
+        put(out, &b, 1);
     } else if (need == 0) {
-        put(text, replacement, sizeof(replacement));
+        put(out, replacement, sizeof(replacement));
     } else {
         d->held[d->n_held++] = b;
     }
 }
 
+static size_t run(struct bt_detok *d, struct bt_str bytes, char *out)
+{
+    struct sink sink = {.p = out};
+
+    for (size_t i = 0; i < bytes.n; i++) {
+        push_byte(d, (uint8_t)bytes.p[i], &sink);
+    }
+    return sink.n;
+}
+
 int bt_detok_push(struct bt_detok *d, int32_t id, struct bt_buf *text)
 {
     struct bt_str s = bt_tokenizer_token_bytes(d->tok, id);
+    struct bt_detok trial = *d;
     int rc;
 
     if ((d->flags & BT_DETOK_SKIP_CONTROL) && bt_tokenizer_is_control(d->tok, id)) {
         return BT_OK;
     }
-    if (d->n_held == 0) {
-        size_t whole = utf8_valid_prefix(s.p, s.n);
-
-        if (whole == s.n) {
-            return bt_buf_add(text, s.p, s.n);
-        }
+    if (d->n_held == 0 && bt_utf8_valid_prefix(s.p, s.n) == s.n) {
+        return bt_buf_add(text, s.p, s.n);
     }
-    /* Each byte gives at most one replacement, and so may the held ones. */
-    rc = bt_buf_reserve(text, 3 * (s.n + 1));
-    if (rc < 0) {
-        return rc;
+    /* First count, so that a full buffer leaves everything as it was. */
+    rc = bt_buf_reserve(text, run(&trial, s, NULL));
+    if (rc == BT_OK && text->p) {
+        text->n += run(d, s, text->p + text->n);
+    } else if (rc == BT_OK) {
+        *d = trial; /* nothing came out */
     }
-    for (size_t i = 0; i < s.n; i++) {
-        push_byte(d, (uint8_t)s.p[i], text);
-    }
-    return BT_OK;
+    return rc;
 }
 
 int bt_detok_flush(struct bt_detok *d, struct bt_buf *text)

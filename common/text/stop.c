@@ -1,7 +1,7 @@
 /* One Knuth-Morris-Pratt machine for each string, in step; see stop.h. */
 #include "common/text/stop.h"
 
-#include "common/text/unicode_int.h"
+#include "common/text/utf8.h"
 
 #include <stdlib.h>
 
@@ -35,7 +35,7 @@ int bt_stop_check(const struct bt_str *strings, size_t n, struct bt_err *err)
                            "stop string %zu has %zu bytes; at most %d are possible", i,
                            strings[i].n, BT_STOP_MAX_BYTES);
         }
-        if (utf8_valid_prefix(strings[i].p, strings[i].n) != strings[i].n) {
+        if (bt_utf8_valid_prefix(strings[i].p, strings[i].n) != strings[i].n) {
             return BT_FAIL(err, BT_E_INVALID, "stop string %zu is not UTF-8", i);
         }
     }

@@ -80,7 +80,7 @@ int bt_tokenizer_encode(const struct bt_tokenizer *tok,
     if (text.n > MAX_TEXT) {
         return BT_FAIL(err, BT_E_TOO_LARGE, "text of %zu bytes is too long", text.n);
     }
-    valid = utf8_valid_prefix(text.p, text.n);
+    valid = bt_utf8_valid_prefix(text.p, text.n);
     if (valid != text.n) {
         return BT_FAIL(err, BT_E_INVALID, "text is not UTF-8 at byte %zu", valid);
     }

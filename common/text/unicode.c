@@ -79,7 +79,7 @@ size_t utf8_put(uint32_t cp, uint8_t *ret)
     return 4;
 }
 
-size_t utf8_valid_prefix(const char *text, size_t n)
+size_t bt_utf8_valid_prefix(const char *text, size_t n)
 {
     const uint8_t *p = (const uint8_t *)text;
     size_t i = 0;

@@ -7,6 +7,7 @@
 #define BT_TEXT_UNICODE_INT_H
 
 #include "common/base/buf.h"
+#include "common/text/utf8.h"
 
 #define UNI_LIMIT 0x32400 /* characters from here on have no class and no normalisation */
 
@@ -51,9 +52,6 @@ static inline uint32_t utf8_get(const uint8_t *p, size_t *ret_len)
 
 /* Writes 1 to 4 bytes; cp is a scalar value. */
 size_t utf8_put(uint32_t cp, uint8_t *ret);
-
-/* Length of the longest prefix that is valid UTF-8 (no surrogates, no overlong forms). */
-size_t utf8_valid_prefix(const char *p, size_t n);
 
 /* Bytes that the character starting with lead byte `b` has; 0 if none starts with it. */
 static inline unsigned utf8_need(uint8_t b)
