@@ -48,7 +48,8 @@ run_meson() {
     local dir=$1 suites=() s
     shift
     for s in "$@"; do suites+=(--suite "$s"); done
-    meson test -C "$dir" --no-rebuild --print-errorlogs --num-processes 2 "${suites[@]}"
+    BATON_PYTHON=$venv/bin/python \
+        meson test -C "$dir" --no-rebuild --print-errorlogs --num-processes 2 "${suites[@]}"
     local rc=$?
     cp "$dir/meson-logs/testlog.junit.xml" "$results/$(basename "$dir").xml" || broken=$((broken + 1))
     return $rc
