@@ -1,0 +1,242 @@
+/* Messages to routers. Runs on the loop thread.
+ *
+ * The message of a step is built in one block whose size is counted first; it is serialised inside
+ * bt_rpc_call_send, so the block and the engine's step may go right after. */
+#include "kernels/serve/serve_int.h"
+
+#include "common/base/buf.h"
+
+#include <stdlib.h>
+
+/* Carves aligned arrays out of one block. */
+struct block {
+    char *p;
+    size_t used, cap;
+};
+
+static size_t padded(size_t bytes)
+{
+    return (bytes + 15) & ~(size_t)15;
+}
+
+static void *carve(struct block *b, size_t n, size_t size)
+{
+    void *p = b->p + b->used;
+
+    b->used += padded(n * size);
+    BT_BUG_ON(b->used > b->cap);
+    return p;
+}
+
+static size_t message_bytes(const struct kn_session *ses)
+{
+    size_t bytes =
+        ses->n_outputs * (padded(sizeof(Baton__V1__StreamOutput)) + padded(sizeof(void *)) +
+                          padded(sizeof(Baton__V1__StreamError)) + 64) +
+        64;
+
+    for (size_t i = 0; i < ses->n_outputs; i++) {
+        const struct kn_output *o = ses->outputs[i].output;
+
+        bytes += padded(o->n_tokens * sizeof(int32_t));
+        if (!ses->outputs[i].stream->logprobs) {
+            continue;
+        }
+        bytes += padded(o->n_tokens * sizeof(Baton__V1__TokenLogprob)) +
+                 padded(o->n_tokens * sizeof(void *));
+        for (uint32_t t = 0; t < o->n_tokens; t++) {
+            size_t n = (size_t)o->tokens[t].n_top;
+
+            bytes += padded(n * sizeof(Baton__V1__TopLogprob)) + padded(n * sizeof(void *));
+        }
+    }
+    return bytes;
+}
+
+static void put_logprob(struct block *b, const struct kn_token *t, Baton__V1__TokenLogprob *lp)
+{
+    size_t n = (size_t)t->n_top;
+    Baton__V1__TopLogprob *tops = carve(b, n, sizeof(*tops));
+
+    baton__v1__token_logprob__init(lp);
+    lp->logprob = t->logprob;
+    lp->n_top = n;
+    lp->top = carve(b, n, sizeof(*lp->top));
+    for (size_t i = 0; i < n; i++) {
+        baton__v1__top_logprob__init(&tops[i]);
+        tops[i].token = t->top[i].id;
+        tops[i].logprob = t->top[i].logprob;
+        lp->top[i] = &tops[i];
+    }
+}
+
+static Baton__V1__FinishReason finish_of(enum kn_finish f)
+{
+    switch (f) {
+    case KN_FINISH_STOP:
+        return BATON__V1__FINISH_REASON__FINISH_STOP;
+    case KN_FINISH_LENGTH:
+        return BATON__V1__FINISH_REASON__FINISH_LENGTH;
+    case KN_FINISH_NONE:
+        break;
+    }
+    return BATON__V1__FINISH_REASON__FINISH_NONE;
+}
+
+static void
+put_output(struct block *b, const struct kn_session_output *so, Baton__V1__StreamOutput *m)
+{
+    const struct kn_output *o = so->output;
+    Baton__V1__TokenLogprob *lps;
+
+    baton__v1__stream_output__init(m);
+    m->stream_id = so->stream->stream_id;
+    m->offset = o->offset;
+    m->n_tokens = o->n_tokens;
+    m->tokens = carve(b, o->n_tokens, sizeof(*m->tokens));
+    for (uint32_t t = 0; t < o->n_tokens; t++) {
+        m->tokens[t] = o->tokens[t].id;
+    }
+    if (so->stream->logprobs && o->n_tokens > 0) {
+        lps = carve(b, o->n_tokens, sizeof(*lps));
+        m->logprobs = carve(b, o->n_tokens, sizeof(*m->logprobs));
+        m->n_logprobs = o->n_tokens;
+        for (uint32_t t = 0; t < o->n_tokens; t++) {
+            put_logprob(b, &o->tokens[t], &lps[t]);
+            m->logprobs[t] = &lps[t];
+        }
+    }
+    m->finish = finish_of(o->finish);
+    m->handed_over = o->handed_over;
+    m->cached_tokens = o->cached_tokens;
+    if (o->rc < 0) {
+        m->error = carve(b, 1, sizeof(*m->error));
+        baton__v1__stream_error__init(m->error);
+        m->error->rc = o->rc;
+        m->error->message = (char *)(uintptr_t)(o->err_msg[0] ? o->err_msg : bt_rc_text(o->rc));
+        m->error->retryable = kn_rc_retryable(o->rc);
+    }
+}
+
+static int send_step(struct kn_session *ses, Baton__V1__StepOutput *step)
+{
+    Baton__V1__NodeMessage m = BATON__V1__NODE_MESSAGE__INIT;
+
+    m.kind_case = BATON__V1__NODE_MESSAGE__KIND_STEP;
+    m.step = step;
+    return bt_rpc_call_send(ses->call, &m.base);
+}
+
+int kn_output_send_step(struct kn_session *ses)
+{
+    Baton__V1__StepOutput step = BATON__V1__STEP_OUTPUT__INIT;
+    Baton__V1__StreamOutput *outs;
+    struct block b = {.cap = message_bytes(ses)};
+    int rc;
+
+    b.p = malloc(b.cap);
+    if (!b.p) {
+        return BT_E_NOMEM;
+    }
+    outs = carve(&b, ses->n_outputs, sizeof(*outs));
+    step.n_outputs = ses->n_outputs;
+    step.outputs = carve(&b, ses->n_outputs, sizeof(*step.outputs));
+    for (size_t i = 0; i < ses->n_outputs; i++) {
+        put_output(&b, &ses->outputs[i], &outs[i]);
+        step.outputs[i] = &outs[i];
+    }
+    rc = send_step(ses, &step);
+    free(b.p);
+    return rc;
+}
+
+int kn_output_send_error(struct kn_session *ses, uint64_t stream_id, int rc, const char *text)
+{
+    Baton__V1__StepOutput step = BATON__V1__STEP_OUTPUT__INIT;
+    Baton__V1__StreamOutput out = BATON__V1__STREAM_OUTPUT__INIT, *outs[] = {&out};
+    Baton__V1__StreamError e = BATON__V1__STREAM_ERROR__INIT;
+
+    e.rc = rc;
+    e.message = (char *)(uintptr_t)text; /* read only by the serialiser */
+    e.retryable = kn_rc_retryable(rc);
+    out.stream_id = stream_id;
+    out.error = &e;
+    step.n_outputs = 1;
+    step.outputs = outs;
+    return send_step(ses, &step);
+}
+
+int kn_output_send_welcome(struct kn_session *ses)
+{
+    Baton__V1__NodeMessage m = BATON__V1__NODE_MESSAGE__INIT;
+    Baton__V1__NodeWelcome w = BATON__V1__NODE_WELCOME__INIT;
+    const struct kn_serve *s = ses->serve;
+    const struct bt_model_config *mc = kn_engine_config(s->engine);
+    const struct kv_layout *layout = kv_pool_layout(kn_engine_pool(s->engine));
+
+    w.wire_version = KN_WIRE_VERSION;
+    w.name = (char *)(uintptr_t)s->name;
+    w.incarnation = s->incarnation;
+    w.role = (char *)(uintptr_t)s->role->name;
+    w.model_name = (char *)(uintptr_t)mc->name;
+    w.model_digest = (ProtobufCBinaryData){32, (uint8_t *)(uintptr_t)s->model_digest};
+    w.kv_format = (ProtobufCBinaryData){32, (uint8_t *)(uintptr_t)s->kv_format};
+    w.numerics = (char *)(uintptr_t)kn_engine_numerics(s->engine);
+    w.weight_epoch = KN_WEIGHT_EPOCH;
+    w.net_address = (char *)(uintptr_t)(s->handoff ? kv_handoff_address(s->handoff) : "");
+    w.context_tokens = (uint32_t)kn_engine_max_ctx(s->engine);
+    w.page_tokens = (uint32_t)layout->page_tokens;
+    w.pages_total = layout->n_pages;
+    w.heartbeat_ms = (uint32_t)(s->conf->heartbeat_ns / 1000000);
+    m.kind_case = BATON__V1__NODE_MESSAGE__KIND_WELCOME;
+    m.welcome = &w;
+    return bt_rpc_call_send(ses->call, &m.base);
+}
+
+int kn_output_send_load(struct kn_session *ses)
+{
+    Baton__V1__NodeMessage m = BATON__V1__NODE_MESSAGE__INIT;
+    Baton__V1__NodeLoad l = BATON__V1__NODE_LOAD__INIT;
+    const struct kn_serve *s = ses->serve;
+    struct kn_engine_stats st = kn_engine_stats(s->engine);
+
+    l.pages_free = kv_pool_stats(kn_engine_pool(s->engine)).n_free;
+    l.requests_waiting = st.waiting;
+    l.requests_running = st.running;
+    l.tokens_waiting = st.tokens_waiting;
+    l.draining = s->state != KN_SERVE_READY;
+    m.kind_case = BATON__V1__NODE_MESSAGE__KIND_LOAD;
+    m.load = &l;
+    return bt_rpc_call_send(ses->call, &m.base);
+}
+
+void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call)
+{
+    Baton__V1__NodeStatus m = BATON__V1__NODE_STATUS__INIT;
+    struct kn_engine_stats st = kn_engine_stats(s->engine);
+    struct kv_pool_stats pool = kv_pool_stats(kn_engine_pool(s->engine));
+    struct kv_handoff_stats ho = {0};
+
+    if (s->handoff) {
+        ho = kv_handoff_stats(s->handoff);
+    }
+    m.name = s->name;
+    m.incarnation = s->incarnation;
+    m.role = (char *)(uintptr_t)s->role->name;
+    m.state = (char *)(uintptr_t)(s->state == KN_SERVE_READY ? "ready" : "draining");
+    m.pages_total = pool.n_pages;
+    m.pages_free = pool.n_free;
+    m.pages_sequences = pool.n_seq;
+    m.pages_transfers = pool.n_transfer;
+    m.requests_waiting = st.waiting;
+    m.requests_running = st.running;
+    m.handoffs_active = ho.sends + ho.recvs;
+    m.tokens_computed = st.tokens_computed;
+    m.tokens_generated = st.tokens_generated;
+    m.handoff_bytes = ho.bytes;
+    m.steps = st.steps;
+    m.numerics = (char *)(uintptr_t)kn_engine_numerics(s->engine);
+    m.transports = s->conf->net_transports;
+    m.sessions = s->n_sessions;
+    bt_rpc_call_reply(call, &m.base);
+}

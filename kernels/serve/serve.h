@@ -1,0 +1,92 @@
+/* The service of a prefill or decode node: one code for both binaries, which differ by the legs
+ * they take and by a few lines of configuration.
+ *
+ * Routers open one Node.Session each (proto/node.proto). Everything a session says is untrusted: it
+ * is checked here before the engine sees it. The end of a session cancels what it started.
+ *
+ * Threads: all service state belongs to the loop thread, which is main. The engine's thread hands
+ * each step over through a mailbox; the loop turns it into one StepOutput per session. See
+ * kernels/serve/README.md. */
+#ifndef KN_SERVE_SERVE_H
+#define KN_SERVE_SERVE_H
+
+#include "common/cluster/registry.h"
+#include "common/node/node.h"
+#include "kernels/engine/engine.h"
+
+/* Options of both binaries; embed it and put KN_SERVE_CONF_ROWS(struct pf_conf, serve) into the
+ * binary's table. */
+struct kn_serve_conf {
+    struct bt_node_conf common;
+    char *name, *listen, *advertise, *model;
+    char *net_listen, *net_transports, *net_method;
+    int64_t threads, page_tokens, max_batch_tokens, max_running, max_waiting, max_ctx;
+    int isa, kv_dtype; /* kn_serve_isas, kn_serve_kv_dtypes */
+    uint64_t pool_bytes, max_queued_bytes;
+    struct bt_cluster_conf cluster;
+    uint64_t drain_timeout_ns, heartbeat_ns, handoff_silence_ns, handoff_lease_ns;
+};
+
+extern const char *const kn_serve_isas[];
+extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype */
+
+#define KN_SERVE_CONF_ROWS(S, f)                                                                   \
+    BT_NODE_CONF_ROWS(S, f.common), BT_CLUSTER_CONF_ROWS(S, f.cluster),                            \
+        BT_CONF_STR(                                                                               \
+            S, f.name, "name", "", 63,                                                             \
+            "Name of this node, unique in the cluster; empty = role, host and process id."),       \
+        BT_CONF_ADDR_REQUIRED(S, f.listen, "listen", "127.0.0.1:0",                                \
+                              "Address for routers (gRPC); port 0 picks a free one."),             \
+        BT_CONF_ADDR(S, f.advertise, "advertise", "",                                              \
+                     "Address that routers are told to use; empty = the one listened on."),        \
+        BT_CONF_STR(S, f.model, "model", NULL, 4000,                                               \
+                    "Model: a .gguf file or a Hugging Face directory."),                           \
+        BT_CONF_ADDR_REQUIRED(S, f.net_listen, "net.listen", "127.0.0.1:0",                        \
+                              "Address of the KV transfer listener; port 0 picks a free one."),    \
+        BT_CONF_STR(S, f.net_transports, "net.transports", "auto", 200,                            \
+                    "UCX transports for KV transfers: auto, or names such as tcp."),               \
+        BT_CONF_STR(S, f.net_method, "net.method", "auto", 16,                                     \
+                    "Who moves the bytes: auto, pull, message or put."),                           \
+        BT_CONF_INT(S, f.threads, "engine.threads", "0", 0, 256,                                   \
+                    "Threads that compute; 0 = as many as this process may use."),                 \
+        BT_CONF_ENUM(S, f.isa, "engine.isa", "auto", kn_serve_isas,                                \
+                     "Instruction set of the CPU back end."),                                      \
+        BT_CONF_INT(S, f.page_tokens, "engine.page_tokens", "16", 8, 256,                          \
+                    "Tokens a KV page holds; a power of two."),                                    \
+        BT_CONF_BYTES(S, f.pool_bytes, "engine.pool_bytes", "512M", 65536, INT64_C(1) << 46,       \
+                      "Memory of the KV pool."),                                                   \
+        BT_CONF_INT(S, f.max_batch_tokens, "engine.max_batch_tokens", "512", 1, 65536,             \
+                    "Most tokens in one step; long prompts are computed in such chunks."),         \
+        BT_CONF_INT(S, f.max_running, "engine.max_running", "64", 1, 4096,                         \
+                    "Most sequences in one step."),                                                \
+        BT_CONF_INT(S, f.max_waiting, "engine.max_waiting", "256", 0, 65536,                       \
+                    "Most requests that wait; more are refused."),                                 \
+        BT_CONF_ENUM(S, f.kv_dtype, "engine.kv_dtype", "f16", kn_serve_kv_dtypes,                  \
+                     "Number format of the KV cache."),                                            \
+        BT_CONF_INT(S, f.max_ctx, "engine.max_ctx", "0", 0, 1 << 24,                               \
+                    "Longest sequence in tokens; 0 = what the model was trained for."),            \
+        BT_CONF_BYTES(S, f.max_queued_bytes, "session.max_queued_bytes", "8M", 65536,              \
+                      1 << 30, /* of what a router does not read */                                \
+                      "Output that may wait for a router; a slower one loses its requests."),      \
+        BT_CONF_DURATION(S, f.drain_timeout_ns, "drain_timeout", "30s", 0, 3600000,                \
+                         "How long running requests may go on after SIGTERM."),                    \
+        BT_CONF_DURATION(S, f.heartbeat_ns, "heartbeat", "500ms", 10, 60000,                       \
+                         "Time between signs of life to routers."),                                \
+        BT_CONF_DURATION(S, f.handoff_silence_ns, "handoff.silence", "3s", 100, 600000,            \
+                         "A transfer peer that is silent for longer is given up."),                \
+        BT_CONF_DURATION(S, f.handoff_lease_ns, "handoff.lease", "30s", 100, 3600000,              \
+                         "How long a computed prompt waits for its decode node.")
+
+struct kn_serve_role {
+    const char *name;              /* "prefill", "decode", "both" */
+    bool takes[KN_LEG_DECODE + 1]; /* by enum kn_leg */
+    bool handoffs;                 /* opens a transfer listener */
+};
+
+/* Runs the node until it is told to stop; returns the process's exit code. `node` stays the
+ * caller's. The strings of `conf` and `role` are borrowed. */
+int kn_serve_run(struct bt_node *node,
+                 const struct kn_serve_conf *conf,
+                 const struct kn_serve_role *role);
+
+#endif

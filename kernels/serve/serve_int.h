@@ -1,0 +1,110 @@
+/* Inside of kernels/serve. Everything here belongs to the loop thread. */
+#ifndef KN_SERVE_SERVE_INT_H
+#define KN_SERVE_SERVE_INT_H
+
+#include "common/ds/map.h"
+#include "common/rpc/health.h"
+#include "common/rpc/reflection.h"
+#include "common/rpc/server.h"
+#include "kernels/serve/serve.h"
+#include "proto/node.pb-c.h"
+
+#define KN_WIRE_VERSION 1
+#define KN_MAX_SESSIONS 256
+#define KN_WEIGHT_EPOCH 1
+
+enum kn_serve_state {
+    KN_SERVE_READY,
+    KN_SERVE_DRAINING,   /* refuses new requests, running ones go on */
+    KN_SERVE_CANCELLING, /* drain_timeout is over: running ones are cancelled */
+    KN_SERVE_ENDING,     /* no request is left, or not even the cancelled ones end */
+};
+
+struct kn_serve {
+    const struct kn_serve_conf *conf;
+    const struct kn_serve_role *role;
+    struct bt_node *node;
+    char name[64]; /* self.name as a C string of its own */
+    uint64_t incarnation;
+    enum kn_serve_state state;
+
+    struct bt_model_file *file;
+    uint8_t model_digest[32], kv_format[32];
+    struct kn_engine *engine;
+    struct kv_handoff *handoff; /* NULL for a role without handoffs */
+
+    struct bt_loop *loop;
+    struct bt_rpc_server *server;
+    struct bt_health *health;
+    struct bt_reflection *reflection;
+    struct bt_registry *registry;
+    struct bt_member self; /* as announced */
+
+    /* Steps from the engine; `steps_msg` tells the loop to look into the mailbox. */
+    struct bt_mailbox steps;
+    struct bt_msg steps_msg;
+    struct bt_msg stop_msg, fenced_msg;
+
+    struct bt_list sessions; /* struct kn_session.link */
+    uint32_t n_sessions;
+    struct bt_map streams; /* tag -> struct kn_stream, until the engine's last output */
+    uint64_t last_tag;
+
+    struct bt_timer heartbeat, load_soon, drain_limit;
+};
+
+/* One router's session; freed when its call is closed. */
+struct kn_session {
+    struct bt_list link;
+    struct kn_serve *serve;
+    struct bt_rpc_call *call;
+    bool welcomed;
+    bool closing; /* finish was called */
+    char router[64];
+    uint64_t incarnation;
+    struct bt_map streams; /* the router's stream id -> struct kn_stream */
+    /* Outputs of the step at hand. */
+    struct bt_list touched; /* in a list of the step, else empty */
+    struct kn_session_output {
+        struct kn_stream *stream;
+        const struct kn_output *output;
+    } * outputs;
+    size_t n_outputs, cap_outputs;
+};
+
+/* One request in the engine. */
+struct kn_stream {
+    uint64_t tag;               /* ours, never used twice */
+    uint64_t stream_id;         /* the router's */
+    struct kn_session *session; /* NULL once it has ended: the output goes nowhere */
+    bool logprobs;
+};
+
+/* session.c */
+extern const struct bt_rpc_method kn_session_methods[];
+extern const size_t kn_session_n_methods;
+/* Takes the outputs of one step to their sessions and frees the step. */
+void kn_session_step(struct kn_serve *s, struct kn_step *take_step);
+/* Sends the load to every session. */
+void kn_session_broadcast_load(struct kn_serve *s);
+/* Ends every session with `status`. */
+void kn_session_end_all(struct kn_serve *s, int status, const char *text);
+
+/* start.c: checks a StartRequest and submits it. Errors are for the router. */
+int kn_start_stream(struct kn_session *ses,
+                    const Baton__V1__StartRequest *req,
+                    struct bt_err *err) BT_MUST_USE;
+bool kn_rc_retryable(int rc);
+
+/* output.c: builds and sends messages. Their rc is that of bt_rpc_call_send. */
+int kn_output_send_step(struct kn_session *ses) BT_MUST_USE;
+int kn_output_send_error(struct kn_session *ses, uint64_t stream_id, int rc, const char *text)
+    BT_MUST_USE;
+int kn_output_send_welcome(struct kn_session *ses) BT_MUST_USE;
+int kn_output_send_load(struct kn_session *ses) BT_MUST_USE;
+void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call);
+
+/* run.c: a stream has ended or the load has changed otherwise. */
+void kn_serve_changed(struct kn_serve *s);
+
+#endif

@@ -1,0 +1,282 @@
+/* baton-router: start in order, run, drain, stop in reverse order. Thread: main, which runs the
+ * control loop. SIGTERM: new calls are refused, running ones go on until drain_timeout. */
+#include "router/router_int.h"
+
+#include "common/base/buf.h"
+#include "common/obs/log.h"
+#include "common/thr/time.h"
+#include "proto/descriptor.h"
+
+#include <stdlib.h>
+#include <unistd.h>
+
+static const struct bt_conf_opt opts[] = {
+    BT_NODE_CONF_ROWS(struct rt_conf, common),
+    BT_CLUSTER_CONF_ROWS(struct rt_conf, cluster),
+    BT_CONF_STR(struct rt_conf,
+                name,
+                "name",
+                "",
+                63,
+                "Name of this router; empty = router, host and process id."),
+    BT_CONF_ADDR_REQUIRED(struct rt_conf,
+                          listen,
+                          "listen",
+                          "127.0.0.1:50050",
+                          "Address for clients (gRPC); port 0 picks a free one."),
+    BT_CONF_STR(struct rt_conf,
+                model,
+                "model",
+                NULL,
+                4000,
+                "Model, for its tokenizer, template and digest: a .gguf file or a Hugging Face "
+                "directory."),
+    BT_CONF_BYTES(struct rt_conf,
+                  max_request_bytes,
+                  "limits.request_bytes",
+                  "8M",
+                  1024,
+                  1 << 30,
+                  "Largest message of a client."),
+    BT_CONF_BYTES(struct rt_conf,
+                  max_queued_bytes,
+                  "limits.queued_bytes",
+                  "4M",
+                  1024,
+                  1 << 30,
+                  "Answer that may wait for a slow client before its request is cancelled."),
+    BT_CONF_INT(struct rt_conf,
+                max_active,
+                "limits.active",
+                "1024",
+                1,
+                1 << 20,
+                "Requests at one time; more are refused."),
+    BT_CONF_INT(struct rt_conf,
+                local_below_tokens,
+                "route.local_below_tokens",
+                "0",
+                0,
+                1 << 24,
+                "Shorter prompts are computed by the decode node itself."),
+    BT_CONF_INT(struct rt_conf,
+                retries,
+                "route.retries",
+                "3",
+                0,
+                100,
+                "Further attempts after a node has failed a request."),
+    BT_CONF_DURATION(struct rt_conf,
+                     wait_ns,
+                     "route.wait",
+                     "2s",
+                     0,
+                     600000,
+                     "How long a request waits for nodes that can take it."),
+    BT_CONF_DURATION(struct rt_conf,
+                     node_silence_ns,
+                     "node.silence",
+                     "2s",
+                     100,
+                     600000,
+                     "A node that is silent for longer is lost (at least three heartbeats)."),
+    BT_CONF_DURATION(struct rt_conf,
+                     drain_timeout_ns,
+                     "drain_timeout",
+                     "30s",
+                     0,
+                     3600000,
+                     "How long running requests may go on after SIGTERM."),
+};
+
+/* --- membership ------------------------------------------------------------------------------ */
+
+struct snapshot {
+    struct bt_msg msg;
+    struct rt_router *router;
+    struct bt_members *members;
+};
+
+static void on_members(struct bt_msg *msg, void *loop)
+{
+    struct snapshot *s = BT_CONTAINER_OF(msg, struct snapshot, msg);
+
+    if (!s->router->draining) {
+        rt_nodes_update(s->router, s->members);
+    }
+    bt_members_unref(s->members);
+    free(s);
+}
+
+/* [redis thread] */
+static void members_changed(void *arg, struct bt_members *take_members)
+{
+    struct rt_router *r = arg;
+    struct snapshot *s = bt_calloc(1, sizeof(*s));
+
+    if (!s) {
+        bt_members_unref(take_members); /* the next change brings all of them again */
+        return;
+    }
+    *s = (struct snapshot){.msg.handle = on_members, .router = r, .members = take_members};
+    if (!bt_loop_post(r->loop, &s->msg)) {
+        bt_members_unref(s->members);
+        free(s);
+    }
+}
+
+/* --- drain ----------------------------------------------------------------------------------- */
+
+static void on_shut(void *arg)
+{
+    struct rt_router *r = arg;
+
+    bt_loop_stop(r->loop);
+}
+
+static void on_stop(struct bt_msg *msg, void *loop)
+{
+    struct rt_router *r = BT_CONTAINER_OF(msg, struct rt_router, stop_msg);
+
+    BT_INFO("drain", "requests=%zu", r->n_requests);
+    bt_health_set_all(r->health, BT_HEALTH_NOT_SERVING);
+    bt_rpc_server_shutdown(r->server, bt_deadline_ns(r->conf->drain_timeout_ns), on_shut, r);
+}
+
+/* [signal thread] */
+static void ask_stop(void *arg)
+{
+    struct rt_router *r = arg;
+
+    bt_loop_post(r->loop, &r->stop_msg);
+}
+
+/* --- start and stop -------------------------------------------------------------------------- */
+
+static int open_server(struct rt_router *r, struct bt_rpc_service *service, struct bt_err *err)
+{
+    struct bt_rpc_server_config sc = {.allow_insecure = r->conf->common.allow_insecure,
+                                      .max_message_bytes = r->conf->max_request_bytes,
+                                      .max_queued_bytes = r->conf->max_queued_bytes};
+    struct bt_str set = wire_descriptor_set();
+    int port, rc;
+
+    *service = (struct bt_rpc_service){.name = "baton.v1.Baton",
+                                       .methods = rt_service_methods,
+                                       .n_methods = rt_service_n_methods,
+                                       .user = r};
+    if ((rc = bt_node_check_listen(&r->conf->common, "listen", r->conf->listen, err)) < 0 ||
+        (rc = bt_rpc_server_create(r->loop, &sc, &r->server, err)) < 0 ||
+        (rc = bt_rpc_server_register(r->server, service, err)) < 0 ||
+        (rc = bt_health_create(r->server, &r->health, err)) < 0 ||
+        (rc = bt_reflection_create(r->server, &set, 1, &r->reflection, err)) < 0 ||
+        (rc = bt_rpc_server_listen(r->server, r->conf->listen, &port, err)) < 0) {
+        return rc;
+    }
+    if (strncmp(r->conf->listen, "unix:", 5) == 0) {
+        snprintf(r->address, sizeof(r->address), "%s", r->conf->listen);
+    } else {
+        snprintf(r->address, sizeof(r->address), "%.*s:%d",
+                 (int)(strrchr(r->conf->listen, ':') - r->conf->listen), r->conf->listen, port);
+    }
+    return bt_rpc_server_start(r->server, err);
+}
+
+static int start(struct rt_router *r, struct bt_rpc_service *service, struct bt_err *err)
+{
+    struct bt_registry_cfg rc = {.conf = &r->conf->cluster, .changed = members_changed, .arg = r};
+    int code;
+
+    if ((code = rt_model_open(r->conf->model, &r->model, err)) < 0) {
+        return bt_node_fail(BT_EXIT_MODEL, code, err);
+    }
+    if ((code = bt_loop_create(&r->loop, err)) < 0) {
+        return bt_node_fail(BT_EXIT_OTHER, code, err);
+    }
+    if ((code = open_server(r, service, err)) < 0) {
+        return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_BIND, code, err);
+    }
+    if ((code = bt_registry_create(&rc, &r->registry, err)) < 0) {
+        return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_OTHER, code, err);
+    }
+    return BT_EXIT_OK;
+}
+
+static int serve(struct rt_router *r, struct bt_err *err)
+{
+    struct bt_node_addr addr = {"listen", r->address};
+    int rc;
+
+    bt_health_set(r->health, "baton.v1.Baton", BT_HEALTH_SERVING);
+    bt_health_set_all(r->health, BT_HEALTH_SERVING);
+    rc = bt_node_ready(r->node, &addr, 1, err);
+    if (rc < 0) {
+        return bt_node_fail(BT_EXIT_OTHER, rc, err);
+    }
+    bt_node_on_stop(r->node, ask_stop, r);
+    bt_loop_run(r->loop);
+    return BT_EXIT_OK;
+}
+
+static void stop(struct rt_router *r)
+{
+    bt_registry_destroy(r->registry);
+    bt_rpc_server_destroy(r->server); /* requests cancel their legs: the nodes are still there */
+    r->draining = true;
+    rt_nodes_fini(r);
+    bt_reflection_destroy(r->reflection);
+    bt_health_destroy(r->health);
+    bt_loop_destroy(r->loop);
+    rt_model_close(r->model);
+}
+
+static int run(struct bt_node *node, const struct rt_conf *conf)
+{
+    struct rt_router r = {.conf = conf,
+                          .node = node,
+                          .incarnation = bt_incarnation_make(),
+                          .stop_msg.handle = on_stop};
+    struct bt_rpc_service service;
+    struct bt_err err = {0};
+    char host[40] = "";
+    int code;
+
+    r.random = r.incarnation;
+    bt_list_init(&r.requests);
+    rt_nodes_init(&r);
+    if (conf->name[0]) {
+        snprintf(r.name, sizeof(r.name), "%s", conf->name);
+    } else {
+        gethostname(host, sizeof(host) - 1);
+        snprintf(r.name, sizeof(r.name), "router-%s-%d", host, (int)getpid());
+    }
+    code = start(&r, &service, &err);
+    if (code == BT_EXIT_OK) {
+        code = serve(&r, &err);
+    }
+    stop(&r);
+    return code;
+}
+
+int main(int argc, char **argv)
+{
+    struct rt_conf conf = {0};
+    struct bt_node_args args = {
+        .spec = {.program = "baton-router",
+                 .summary = "Router: takes requests, picks nodes, relays the answers.",
+                 .opts = opts,
+                 .n_opts = BT_ARRAY_LEN(opts),
+                 .out = &conf},
+        .conf = &conf.common,
+        .argv = argv,
+    };
+    struct bt_node *node;
+    int code;
+
+    (void)argc;
+    if (bt_node_create(&args, &node, &code)) {
+        code = run(node, &conf);
+        bt_node_destroy(node);
+    }
+    return code;
+}

@@ -1,0 +1,174 @@
+/* Inside of the router. All state belongs to the control loop's thread, which is main; the
+ * registry's thread only posts snapshots. */
+#ifndef RT_ROUTER_INT_H
+#define RT_ROUTER_INT_H
+
+#include "common/cluster/registry.h"
+#include "common/ds/map.h"
+#include "common/file/model.h"
+#include "common/node/node.h"
+#include "common/rpc/client.h"
+#include "common/rpc/health.h"
+#include "common/rpc/reflection.h"
+#include "common/rpc/server.h"
+#include "proto/node.pb-c.h"
+#include "proto/wire/sampling_pb.h"
+#include "router/answer.h"
+#include "router/policy.h"
+#include "router/states.h"
+
+#define RT_WIRE_VERSION 1
+#define RT_MAX_NODES    1024
+#define RT_MAX_EXCLUDED 8
+
+struct rt_conf {
+    struct bt_node_conf common;
+    struct bt_cluster_conf cluster;
+    char *name, *listen, *model;
+    uint64_t max_request_bytes, max_queued_bytes;
+    int64_t max_active, local_below_tokens, retries;
+    uint64_t wait_ns, node_silence_ns, drain_timeout_ns;
+};
+
+struct rt_model;
+struct rt_request;
+
+/* What a router holds; one per process, in main. */
+struct rt_router {
+    const struct rt_conf *conf;
+    struct bt_node *node;
+    char name[64];
+    uint64_t incarnation;
+    uint64_t random; /* state of the generator for ids and ties; seeded by the system */
+    bool draining;
+
+    struct bt_loop *loop;
+    struct bt_rpc_server *server;
+    struct bt_health *health;
+    struct bt_reflection *reflection;
+    struct bt_registry *registry;
+    struct rt_model *model;
+    char address[300];
+
+    struct bt_list nodes; /* struct rt_node.link */
+    size_t n_nodes;
+    bool membership_frozen;
+    uint64_t last_stream_id;
+
+    struct bt_list requests; /* struct rt_request.link */
+    size_t n_requests;       /* not DONE */
+
+    struct bt_msg stop_msg;
+};
+
+uint64_t rt_random(struct rt_router *r);
+
+/* --- nodes.c: sessions with nodes --- */
+
+enum rt_leg_kind { RT_LEG_PREFILL, RT_LEG_DECODE, RT_LEG_LOCAL };
+
+/* One leg of a request on a node; in the node's map until the node's last word or its loss. */
+struct rt_leg {
+    uint64_t stream_id;
+    enum rt_leg_kind kind;
+    struct rt_node *node;
+    struct rt_request *req; /* NULL = cancelled or over for us: the output is dropped */
+    uint64_t n_tokens;      /* to compute, as counted in node->sent_tokens */
+};
+
+struct rt_node {
+    struct bt_list link;
+    struct rt_router *router;
+    enum rt_node_state state;
+    char reason[200];                  /* why it is not ready, or whom it does not fit */
+    char name[BT_MEMBER_NAME_MAX + 1]; /* empty: a seed that has not said */
+    char address[BT_MEMBER_ADDR_MAX + 1];
+    uint64_t incarnation; /* 0 = not known */
+    bool registered, seed;
+
+    struct bt_rpc_channel *channel;
+    struct rt_session *session; /* NULL = none */
+    struct bt_timer timer;      /* LOST: next attempt; else: silence */
+    unsigned n_failures;        /* attempts since it was last welcomed */
+
+    /* From the welcome. */
+    enum rt_role role;
+    uint8_t model_digest[32];
+    struct rt_compat compat;
+    char net_address[BT_MEMBER_ADDR_MAX + 1];
+    uint32_t context_tokens, pages_total;
+    uint64_t silence_ns;
+    /* From the last load, and what was sent since. */
+    uint32_t pages_free, requests_waiting, requests_running;
+    uint64_t tokens_waiting;
+    uint64_t sent_tokens;
+    uint32_t sent_requests;
+
+    struct bt_map legs; /* stream id -> struct rt_leg */
+};
+
+void rt_nodes_init(struct rt_router *r);
+/* Closes everything; requests must be done. */
+void rt_nodes_fini(struct rt_router *r);
+/* Takes a membership snapshot over. */
+void rt_nodes_update(struct rt_router *r, const struct bt_members *ms);
+/* Fills a message row; the strings are borrowed. `hex` holds 65 bytes. */
+void rt_node_info(const struct rt_node *n, Baton__V1__NodeInfo *m, char hex[65]);
+/* Smallest context of the ready nodes, or `model_ctx` if that is smaller. */
+uint32_t rt_nodes_context(const struct rt_router *r, uint32_t model_ctx);
+/* Sends a StartRequest (stream id is filled in) and makes its leg. BT_E_PEER_LOST, BT_E_EXHAUSTED,
+ * BT_E_NOMEM. */
+int rt_node_start(struct rt_node *n,
+                  struct rt_request *req,
+                  enum rt_leg_kind kind,
+                  Baton__V1__StartRequest *msg,
+                  struct rt_leg **ret_leg) BT_MUST_USE;
+/* The request does not want the leg any more: cancelled on the node if `cancel`, dropped here. */
+void rt_leg_drop(struct rt_leg *leg, bool cancel);
+
+/* --- model.c: what the router knows of the model --- */
+int rt_model_open(const char *path, struct rt_model **ret_model, struct bt_err *err) BT_MUST_USE;
+void rt_model_close(struct rt_model *m);
+const struct bt_model_config *rt_model_config(const struct rt_model *m);
+const uint8_t *rt_model_digest(const struct rt_model *m); /* 32 bytes */
+const struct bt_tokenizer *rt_model_tokenizer(const struct rt_model *m);
+bool rt_model_has_template(const struct rt_model *m);
+/* True if a client's `name` means this model. */
+bool rt_model_is(const struct rt_model *m, const char *name);
+/* Appends the ids of a prompt. BT_E_INVALID, BT_E_TOO_LARGE, BT_E_UNSUPPORTED (no template). */
+int rt_model_text(const struct rt_model *m,
+                  const char *text,
+                  struct bt_ids *ids,
+                  struct bt_err *err) BT_MUST_USE;
+int rt_model_chat(const struct rt_model *m,
+                  const Baton__V1__Chat *chat,
+                  struct bt_ids *ids,
+                  struct bt_err *err) BT_MUST_USE;
+int rt_model_ids(const struct rt_model *m,
+                 const int32_t *given,
+                 size_t n,
+                 struct bt_ids *ids,
+                 struct bt_err *err) BT_MUST_USE;
+
+/* --- request.c: one Generate call --- */
+/* Checks the message, owns the call from here on. Errors leave nothing behind. */
+int rt_request_begin(struct rt_router *r,
+                     struct bt_rpc_call *call,
+                     const Baton__V1__GenerateRequest *msg,
+                     struct bt_err *err) BT_MUST_USE;
+/* The call is closed: whatever still runs is cancelled. */
+void rt_request_closed(struct rt_request *req);
+/* An output for a leg that has a request. If `last`, the leg is out of its node's map and is freed
+ * by the caller afterwards. */
+void rt_request_output(struct rt_leg *leg, const Baton__V1__StreamOutput *m, bool last);
+/* The leg's node is lost; as with a last output. */
+void rt_request_node_lost(struct rt_leg *leg, const char *why);
+/* Nodes have come or gone: queued requests look again. */
+void rt_requests_kick(struct rt_router *r);
+void rt_requests_fail_all(struct rt_router *r, int rc, const char *why);
+
+/* --- service.c --- */
+extern const struct bt_rpc_method rt_service_methods[];
+extern const size_t rt_service_n_methods;
+
+#endif

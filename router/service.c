@@ -1,0 +1,215 @@
+/* The service that clients call: baton.v1.Baton. Loop thread; every request is untrusted. */
+#include "router/router_int.h"
+
+#include "common/base/buf.h"
+
+#include <stdlib.h>
+
+static struct rt_router *router_of(struct bt_rpc_call *call)
+{
+    return bt_rpc_call_service_user(call);
+}
+
+static void refuse(struct bt_rpc_call *call, int rc, const struct bt_err *err)
+{
+    if (rc == BT_E_EXHAUSTED && bt_rpc_call_add_trailer(call, "retry-after", "1") < 0) {
+        /* the status alone must do */
+    }
+    bt_rpc_call_fail(call, rc, err);
+}
+
+/* --- Generate -------------------------------------------------------------------------------- */
+
+static void generate(struct bt_rpc_call *call, const ProtobufCMessage *msg)
+{
+    struct rt_router *r = router_of(call);
+    struct bt_err err = {0};
+    int rc;
+
+    if (r->n_requests >= (size_t)r->conf->max_active) {
+        rc = BT_FAIL(&err, BT_E_EXHAUSTED, "%zu requests are active, no more are taken",
+                     r->n_requests);
+    } else {
+        rc = rt_request_begin(r, call, (const void *)msg, &err);
+    }
+    if (rc < 0) {
+        refuse(call, rc, &err);
+    }
+}
+
+static void generate_closed(struct bt_rpc_call *call, bool cancelled)
+{
+    struct rt_request *req = bt_rpc_call_user(call);
+
+    if (req) {
+        rt_request_closed(req);
+    }
+}
+
+/* --- Tokenize, Detokenize -------------------------------------------------------------------- */
+
+static int check_model(const struct rt_router *r, const char *name, struct bt_err *err)
+{
+    return rt_model_is(r->model, name)
+               ? BT_OK
+               : BT_FAIL(err, BT_E_NOT_FOUND, "model %.100s is not served here", name);
+}
+
+static void tokenize(struct bt_rpc_call *call, const ProtobufCMessage *msg)
+{
+    const Baton__V1__TokenizeRequest *m = (const void *)msg;
+    Baton__V1__TokenizeResponse out = BATON__V1__TOKENIZE_RESPONSE__INIT;
+    struct rt_router *r = router_of(call);
+    struct bt_ids ids = {0};
+    struct bt_err err = {0};
+    int rc = check_model(r, m->model, &err);
+
+    if (rc == BT_OK) {
+        switch ((int)m->input_case) {
+        case BATON__V1__TOKENIZE_REQUEST__INPUT_TEXT:
+            rc = rt_model_text(r->model, m->text, &ids, &err);
+            break;
+        case BATON__V1__TOKENIZE_REQUEST__INPUT_CHAT:
+            rc = rt_model_chat(r->model, m->chat, &ids, &err);
+            break;
+        case BATON__V1__TOKENIZE_REQUEST__INPUT__NOT_SET:
+        default:
+            rc = BT_FAIL(&err, BT_E_INVALID, "one of text or chat must be given");
+        }
+    }
+    if (rc < 0) {
+        refuse(call, rc, &err);
+    } else {
+        out.n_tokens = ids.n;
+        out.tokens = ids.p;
+        bt_rpc_call_reply(call, &out.base);
+    }
+    bt_ids_fini(&ids);
+}
+
+static void detokenize(struct bt_rpc_call *call, const ProtobufCMessage *msg)
+{
+    const Baton__V1__DetokenizeRequest *m = (const void *)msg;
+    Baton__V1__DetokenizeResponse out = BATON__V1__DETOKENIZE_RESPONSE__INIT;
+    struct rt_router *r = router_of(call);
+    struct bt_ids ids = {0};
+    struct bt_buf text = {.max = 64u << 20};
+    struct bt_err err = {0};
+    int rc = check_model(r, m->model, &err);
+
+    if (rc == BT_OK && m->n_tokens > 0) {
+        rc = rt_model_ids(r->model, m->tokens, m->n_tokens, &ids, &err);
+    }
+    if (rc == BT_OK) {
+        rc = bt_detok_all(rt_model_tokenizer(r->model), ids.p, ids.n, 0, &text);
+    }
+    if (rc < 0) {
+        refuse(call, rc, &err);
+    } else {
+        out.text = (ProtobufCBinaryData){text.n, (uint8_t *)text.p};
+        bt_rpc_call_reply(call, &out.base);
+    }
+    bt_ids_fini(&ids);
+    bt_buf_fini(&text);
+}
+
+/* --- GetModel, GetServer --------------------------------------------------------------------- */
+
+static void fill_model(const struct rt_router *r, Baton__V1__ModelInfo *m, char hex[65])
+{
+    static const char *const archs[] = {"llama", "qwen2", "qwen3"};
+    const struct bt_model_config *c = rt_model_config(r->model);
+    const uint8_t *digest = rt_model_digest(r->model);
+
+    for (size_t i = 0; i < 32; i++) {
+        snprintf(hex + 2 * i, 3, "%02x", digest[i]);
+    }
+    baton__v1__model_info__init(m);
+    m->name = (char *)(uintptr_t)c->name;
+    m->digest = hex;
+    m->architecture = (char *)(uintptr_t)archs[c->arch];
+    m->context_tokens = rt_nodes_context(r, (uint32_t)c->n_ctx);
+    m->vocab_size = (uint32_t)c->n_vocab;
+    m->n_eos_tokens = (size_t)c->n_eos;
+    m->eos_tokens = (int32_t *)(uintptr_t)c->eos;
+    m->has_chat_template = rt_model_has_template(r->model);
+}
+
+static void get_model(struct bt_rpc_call *call, const ProtobufCMessage *msg)
+{
+    const Baton__V1__GetModelRequest *m = (const void *)msg;
+    struct rt_router *r = router_of(call);
+    Baton__V1__ModelInfo out;
+    struct bt_err err = {0};
+    char hex[65];
+    int rc = check_model(r, m->model, &err);
+
+    if (rc < 0) {
+        refuse(call, rc, &err);
+        return;
+    }
+    fill_model(r, &out, hex);
+    bt_rpc_call_reply(call, &out.base);
+}
+
+struct node_row {
+    Baton__V1__NodeInfo info;
+    char hex[65];
+};
+
+static void get_server(struct bt_rpc_call *call, const ProtobufCMessage *msg)
+{
+    struct rt_router *r = router_of(call);
+    Baton__V1__ServerInfo out = BATON__V1__SERVER_INFO__INIT;
+    Baton__V1__ModelInfo model, *models[] = {&model};
+    struct node_row *rows = bt_calloc(r->n_nodes + 1, sizeof(*rows));
+    Baton__V1__NodeInfo **ptrs = bt_calloc(r->n_nodes + 1, sizeof(*ptrs));
+    char hex[65];
+    size_t n = 0;
+
+    if (!rows || !ptrs) {
+        refuse(call, BT_E_NOMEM, NULL);
+    } else {
+        bt_list_for_each (it, &r->nodes) {
+            rt_node_info(BT_LIST_ENTRY(it, struct rt_node, link), &rows[n].info, rows[n].hex);
+            ptrs[n] = &rows[n].info;
+            n++;
+        }
+        fill_model(r, &model, hex);
+        out.version = (char *)(uintptr_t)BT_VERSION;
+        out.n_models = 1;
+        out.models = models;
+        out.n_nodes = n;
+        out.nodes = ptrs;
+        out.requests_active = (uint32_t)r->n_requests;
+        out.membership = (char *)(uintptr_t)(r->membership_frozen ? "frozen" : "live");
+        bt_rpc_call_reply(call, &out.base);
+    }
+    free(rows);
+    free(ptrs);
+}
+
+const struct bt_rpc_method rt_service_methods[] = {
+    {.path = "/baton.v1.Baton/Generate",
+     .request = &baton__v1__generate_request__descriptor,
+     .response = &baton__v1__generate_response__descriptor,
+     .message = generate,
+     .closed = generate_closed},
+    {.path = "/baton.v1.Baton/Tokenize",
+     .request = &baton__v1__tokenize_request__descriptor,
+     .response = &baton__v1__tokenize_response__descriptor,
+     .message = tokenize},
+    {.path = "/baton.v1.Baton/Detokenize",
+     .request = &baton__v1__detokenize_request__descriptor,
+     .response = &baton__v1__detokenize_response__descriptor,
+     .message = detokenize},
+    {.path = "/baton.v1.Baton/GetModel",
+     .request = &baton__v1__get_model_request__descriptor,
+     .response = &baton__v1__model_info__descriptor,
+     .message = get_model},
+    {.path = "/baton.v1.Baton/GetServer",
+     .request = &baton__v1__get_server_request__descriptor,
+     .response = &baton__v1__server_info__descriptor,
+     .message = get_server},
+};
+const size_t rt_service_n_methods = BT_ARRAY_LEN(rt_service_methods);

@@ -1,0 +1,199 @@
+/* Choice of nodes: paths, load, ties, failed nodes, misfits, and what the error names. */
+#include "router/policy.h"
+#include "tests/unit/cmocka.h"
+
+#include <stdlib.h>
+
+static const struct rt_compat same = {.numerics = "cpu/1", .weight_epoch = 1};
+static const struct rt_compat other = {.numerics = "cpu/2", .weight_epoch = 1};
+
+static struct rt_node_view node(const char *name, enum rt_role role)
+{
+    return (struct rt_node_view){.name = name,
+                                 .role = role,
+                                 .ready = true,
+                                 .compat = &same,
+                                 .pages_free = 100,
+                                 .pages_total = 100};
+}
+
+#define P(n) node("p" #n, RT_ROLE_PREFILL)
+#define D(n) node("d" #n, RT_ROLE_DECODE)
+#define B(n) node("b" #n, RT_ROLE_BOTH)
+
+static int pick(
+    const struct rt_node_view *v, size_t n, enum rt_path path, uint64_t ticket, struct rt_pick *ret)
+{
+    struct rt_pick_args a = {.nodes = v,
+                             .n = n,
+                             .path = path,
+                             .n_prompt = 100,
+                             .local_below_tokens = 10,
+                             .ticket = ticket};
+
+    return rt_policy_pick(&a, ret, NULL);
+}
+
+static void test_auto_prefers_a_pair(void **state)
+{
+    const struct rt_node_view v[] = {D(0), B(0), P(0)};
+    struct rt_pick got;
+
+    assert_int_equal(pick(v, 3, RT_PATH_AUTO, 1, &got), BT_OK);
+    assert_int_equal(got.path, RT_PATH_DIRECT);
+    assert_int_equal(got.prefill, 2);
+    assert_int_equal(got.decode, 0);
+}
+
+static void test_auto_falls_back_to_local(void **state)
+{
+    struct rt_node_view v[] = {D(0), P(0)};
+    struct rt_pick got;
+
+    v[1].ready = false;
+    assert_int_equal(pick(v, 2, RT_PATH_AUTO, 1, &got), BT_OK);
+    assert_int_equal(got.path, RT_PATH_LOCAL);
+    assert_int_equal(got.prefill, -1);
+    assert_int_equal(got.decode, 0);
+    assert_int_equal(pick(v, 2, RT_PATH_DIRECT, 1, &got), BT_E_UNAVAILABLE);
+}
+
+static void test_short_prompts_are_local(void **state)
+{
+    const struct rt_node_view v[] = {D(0), P(0)};
+    struct rt_pick_args a = {.nodes = v, .n = 2, .n_prompt = 9, .local_below_tokens = 10};
+    struct rt_pick got;
+
+    assert_int_equal(rt_policy_pick(&a, &got, NULL), BT_OK);
+    assert_int_equal(got.path, RT_PATH_LOCAL);
+    a.path = RT_PATH_DIRECT;
+    assert_int_equal(rt_policy_pick(&a, &got, NULL), BT_OK);
+    assert_int_equal(got.path, RT_PATH_DIRECT);
+    a.path = RT_PATH_AUTO;
+    a.n_prompt = 10;
+    assert_int_equal(rt_policy_pick(&a, &got, NULL), BT_OK);
+    assert_int_equal(got.path, RT_PATH_DIRECT);
+}
+
+static void test_least_load_wins(void **state)
+{
+    struct rt_node_view v[] = {P(0), P(1), D(0), D(1)};
+    struct rt_pick got;
+
+    v[0].tokens_outstanding = 4000;
+    v[1].tokens_outstanding = 100;
+    v[2].requests_outstanding = 1;
+    v[3].requests_outstanding = 5;
+    for (uint64_t t = 0; t < 50; t++) {
+        assert_int_equal(pick(v, 4, RT_PATH_AUTO, t * 77777, &got), BT_OK);
+        assert_int_equal(got.prefill, 1);
+        assert_int_equal(got.decode, 2);
+    }
+    /* equally busy: the emptier pool */
+    v[3].requests_outstanding = 1;
+    v[2].pages_free = 10;
+    assert_int_equal(pick(v, 4, RT_PATH_AUTO, 1, &got), BT_OK);
+    assert_int_equal(got.decode, 3);
+}
+
+static void test_RTR_02_idle_nodes_share(void **state)
+{
+    const struct rt_node_view v[] = {P(0), P(1), P(2), D(0), D(1)};
+    int n_prefill[5] = {0}, n_decode[5] = {0};
+    uint64_t ticket = 12345;
+    struct rt_pick got;
+
+    for (int i = 0; i < 3000; i++) {
+        ticket = ticket * 6364136223846793005ull + 1442695040888963407ull;
+        assert_int_equal(pick(v, 5, RT_PATH_AUTO, ticket, &got), BT_OK);
+        n_prefill[got.prefill]++;
+        n_decode[got.decode]++;
+    }
+    for (int i = 0; i < 3; i++) {
+        assert_in_range(n_prefill[i], 800, 1200);
+    }
+    assert_in_range(n_decode[3], 1300, 1700);
+}
+
+static void test_failed_nodes_come_last(void **state)
+{
+    struct rt_node_view v[] = {P(0), P(1), D(0)};
+    struct rt_pick got;
+
+    v[0].excluded = true;
+    v[1].tokens_outstanding = 1u << 30;
+    assert_int_equal(pick(v, 3, RT_PATH_AUTO, 1, &got), BT_OK);
+    assert_int_equal(got.prefill, 1);
+    v[1].ready = false; /* the failed one is all there is */
+    assert_int_equal(pick(v, 3, RT_PATH_AUTO, 1, &got), BT_OK);
+    assert_int_equal(got.prefill, 0);
+}
+
+static void test_KVX_07_misfits_are_not_paired(void **state)
+{
+    struct rt_node_view v[] = {P(0), P(1), D(0)};
+    struct rt_pick_args a = {.nodes = v, .n = 3, .path = RT_PATH_DIRECT};
+    struct rt_pick got;
+    struct bt_err err = {0};
+
+    v[0].compat = &other;
+    v[1].tokens_outstanding = 1u << 20; /* busy, but it fits */
+    assert_int_equal(rt_policy_pick(&a, &got, NULL), BT_OK);
+    assert_int_equal(got.prefill, 1);
+    v[1].ready = false;
+    assert_int_equal(rt_policy_pick(&a, &got, &err), BT_E_UNAVAILABLE);
+    assert_non_null(strstr(err.msg, "p0"));
+    assert_non_null(strstr(err.msg, "d0"));
+    assert_non_null(strstr(err.msg, "cpu/1"));
+    assert_non_null(strstr(err.msg, "cpu/2"));
+}
+
+static void test_error_names_what_is_missing(void **state)
+{
+    struct rt_node_view v[] = {P(0), D(0)};
+    struct rt_pick_args a = {.nodes = v, .n = 0};
+    struct rt_pick got;
+    struct bt_err err = {0};
+
+    assert_int_equal(rt_policy_pick(&a, &got, &err), BT_E_UNAVAILABLE);
+    assert_non_null(strstr(err.msg, "no decode node"));
+    a.n = 1;
+    assert_int_equal(rt_policy_pick(&a, &got, &err), BT_E_UNAVAILABLE);
+    assert_non_null(strstr(err.msg, "no decode node"));
+    a.n = 2;
+    a.path = RT_PATH_DIRECT;
+    v[0].ready = false;
+    assert_int_equal(rt_policy_pick(&a, &got, &err), BT_E_UNAVAILABLE);
+    assert_non_null(strstr(err.msg, "no prefill node"));
+}
+
+static void test_compat_names_both_values(void **state)
+{
+    struct rt_compat a = same, b = same;
+    char why[160];
+
+    assert_true(rt_compat_equal(&a, &b, why));
+    b.weight_epoch = 9;
+    assert_false(rt_compat_equal(&a, &b, why));
+    assert_string_equal(why, "weight epoch 1 and 9");
+    b = a;
+    b.kv_format[31] = 1;
+    assert_false(rt_compat_equal(&a, &b, why));
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_auto_prefers_a_pair),
+        cmocka_unit_test(test_auto_falls_back_to_local),
+        cmocka_unit_test(test_short_prompts_are_local),
+        cmocka_unit_test(test_least_load_wins),
+        cmocka_unit_test(test_RTR_02_idle_nodes_share),
+        cmocka_unit_test(test_failed_nodes_come_last),
+        cmocka_unit_test(test_KVX_07_misfits_are_not_paired),
+        cmocka_unit_test(test_error_names_what_is_missing),
+        cmocka_unit_test(test_compat_names_both_values),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
