@@ -52,6 +52,10 @@ void bt_rpc_args_server(struct bt_rpc_args *a,
     arg_int(a, GRPC_ARG_MAX_CONCURRENT_STREAMS, max_streams);
     /* Without this a second process binds the same port in silence and takes half the calls. */
     arg_int(a, GRPC_ARG_ALLOW_REUSEPORT, 0);
+    /* Fixed windows: a stream holds this much that nobody waits for, not what the link could carry;
+     * guard.c tells an endless message from read-ahead by that. */
+    arg_int(a, GRPC_ARG_HTTP2_BDP_PROBE, 0);
+    arg_int(a, GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 64 << 10);
     arg_int(a, GRPC_ARG_MAX_METADATA_SIZE, 16 << 10);
     arg_int(a, GRPC_ARG_SERVER_HANDSHAKE_TIMEOUT_MS, 10000);
 }

@@ -4,6 +4,7 @@
 #define BT_RPC_RPC_INT_H
 
 #include "common/ds/list.h"
+#include "common/ds/map.h"
 #include "common/rpc/loop.h"
 #include "common/rpc/rpc.h"
 
@@ -62,6 +63,29 @@ grpc_byte_buffer *bt_rpc_sendq_head(const struct bt_rpc_sendq *q);
 void bt_rpc_sendq_pop(struct bt_rpc_sendq *q);
 /* Drops everything but the first item when `keep_head` (it is in flight). */
 void bt_rpc_sendq_drop(struct bt_rpc_sendq *q, bool keep_head);
+
+/* guard.c: ends calls of connections whose unfinished messages grow beyond a limit. */
+struct bt_rpc_conn; /* one connection with calls, by the peer's address; counted by its calls */
+struct bt_rpc_guard {
+    struct bt_loop *loop;
+    uint64_t limit_bytes; /* unfinished messages of one connection */
+    void (*exceeded)(struct bt_rpc_guard *g, struct bt_rpc_conn *c);
+    struct bt_timer timer; /* runs while a call waits for a message */
+    size_t n_receiving;
+    struct bt_list conns;
+    struct bt_map by_peer;
+};
+void bt_rpc_guard_init(struct bt_rpc_guard *g,
+                       struct bt_loop *loop,
+                       uint64_t limit_bytes,
+                       void (*exceeded)(struct bt_rpc_guard *g, struct bt_rpc_conn *c));
+void bt_rpc_guard_fini(struct bt_rpc_guard *g);
+/* NULL for what is not watched; the functions below accept that. */
+struct bt_rpc_conn *bt_rpc_conn_get(struct bt_rpc_guard *g, const char *peer);
+void bt_rpc_conn_put(struct bt_rpc_conn *c);
+/* A call of the connection waits for a message; that is over, with so many bytes. */
+void bt_rpc_conn_wait(struct bt_rpc_conn *c);
+void bt_rpc_conn_delivered(struct bt_rpc_conn *c, size_t n_bytes);
 
 /* args.c */
 #define BT_RPC_MAX_ARGS 24

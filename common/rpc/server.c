@@ -20,6 +20,8 @@
 #define MAX_SERVICES 16
 #define MAX_TEXT     1000
 #define MAX_TRAILERS 4
+/* What a connection's flow-control windows may hold of messages that nobody waits for yet. */
+#define WINDOWS_BYTES (16u << 20)
 
 enum call_state {
     CALL_SLOT,      /* waits for a call */
@@ -43,6 +45,7 @@ struct bt_rpc_server {
     enum server_phase phase;
     const struct bt_rpc_service *services[MAX_SERVICES];
     size_t n_services;
+    struct bt_rpc_guard guard;
     struct bt_list calls; /* struct bt_rpc_call.link, slots not included */
     size_t n_slots;
     size_t n_user_calls; /* opened, not infrastructure, not freed yet */
@@ -65,6 +68,7 @@ struct bt_rpc_call {
     void *user;
     enum call_state state;
     int n_tags;
+    struct bt_rpc_conn *conn;
 
     struct bt_cq_tag new_tag, close_tag, recv_tag, send_tag;
     grpc_byte_buffer *recv_buf;
@@ -128,6 +132,7 @@ static void call_free(struct bt_rpc_call *call)
         grpc_slice_unref(call->trailers[i].value);
     }
     bt_rpc_sendq_drop(&call->sendq, false);
+    bt_rpc_conn_put(call->conn);
     free(call->status_text);
     gpr_free(call->peer);
     grpc_call_details_destroy(&call->details);
@@ -194,6 +199,7 @@ static void post_recv(struct bt_rpc_call *call)
         return;
     }
     call->receiving = true;
+    bt_rpc_conn_wait(call->conn);
     call->n_tags++;
     bt_loop_batch(call->srv->loop, call->call, &op, 1, &call->recv_tag);
 }
@@ -262,6 +268,8 @@ static void on_recv(struct bt_cq_tag *tag, bool ok)
 
     call->n_tags--;
     call->receiving = false;
+    bt_rpc_conn_delivered(call->conn,
+                          ok && call->recv_buf ? grpc_byte_buffer_length(call->recv_buf) : 0);
     if (call->paused && call->state == CALL_OPEN) {
         call->held = true;
         call->held_ok = ok;
@@ -398,6 +406,7 @@ static void dispatch(struct bt_rpc_call *call)
         }
         srv->n_user_calls++;
     }
+    call->conn = bt_rpc_conn_get(&srv->guard, bt_rpc_call_peer(call));
     if (call->method->open) {
         call->method->open(call);
     }
@@ -456,6 +465,22 @@ static void post_slots(struct bt_rpc_server *srv)
 
 /* --- server --- */
 
+static void on_guard(struct bt_rpc_guard *g, struct bt_rpc_conn *c)
+{
+    struct bt_rpc_server *srv = BT_CONTAINER_OF(g, struct bt_rpc_server, guard);
+    char text[128];
+
+    snprintf(text, sizeof(text), "more than %llu bytes of unfinished messages on one connection",
+             (unsigned long long)g->limit_bytes);
+    bt_list_for_each (it, &srv->calls) {
+        struct bt_rpc_call *call = BT_LIST_ENTRY(it, struct bt_rpc_call, link);
+
+        if (call->conn == c && call->receiving) {
+            bt_rpc_call_finish(call, BT_RPC_RESOURCE_EXHAUSTED, text);
+        }
+    }
+}
+
 static void on_shutdown(struct bt_cq_tag *tag, bool ok)
 {
     struct bt_rpc_server *srv = BT_CONTAINER_OF(tag, struct bt_rpc_server, shutdown_tag);
@@ -501,6 +526,8 @@ int bt_rpc_server_create(struct bt_loop *loop,
     srv->shutdown_tag.fn = on_shutdown;
     srv->grace.fn = on_grace;
     bt_list_init(&srv->calls);
+    bt_rpc_guard_init(&srv->guard, loop, 4 * (uint64_t)c.max_message_bytes + WINDOWS_BYTES,
+                      on_guard);
     bt_rpc_args_server(&args, &c.keepalive, (int)c.max_message_bytes, c.max_streams);
     srv->server = grpc_server_create(&args.args, NULL);
     grpc_server_register_completion_queue(srv->server, bt_loop_cq(loop), NULL);
@@ -522,6 +549,7 @@ void bt_rpc_server_destroy(struct bt_rpc_server *srv)
         }
     }
     grpc_server_destroy(srv->server);
+    bt_rpc_guard_fini(&srv->guard);
     bt_loop_detach(srv->loop);
     free(srv);
 }

@@ -51,7 +51,8 @@ struct bt_rpc_service {
 /* Zero means the default named here. */
 struct bt_rpc_server_config {
     bool allow_insecure;      /* plain text on addresses other than loopback and unix sockets */
-    size_t max_message_bytes; /* received; BT_RPC_MAX_MESSAGE_BYTES, at most 1 GiB */
+    size_t max_message_bytes; /* received; BT_RPC_MAX_MESSAGE_BYTES, at most 1 GiB.
+                                 Unfinished messages of one connection: 4 times that + 16 MiB */
     size_t max_queued_bytes;  /* to be sent, per call; BT_RPC_MAX_QUEUED_BYTES */
     int max_calls;            /* at one time, all connections; 4096 */
     int max_streams;          /* calls of one connection; 1024 */

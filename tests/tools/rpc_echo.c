@@ -26,7 +26,7 @@ struct app {
     struct bt_reflection *reflection;
     struct bt_rpc_service echo;
     struct echo_stats stats;
-    struct bt_msg term, toggle;
+    struct bt_msg term;
     bool not_serving;
     uint64_t grace_ns;
     sigset_t signals;
@@ -53,10 +53,18 @@ static void on_term(struct bt_msg *msg, void *consumer)
     bt_rpc_server_shutdown(app->srv, bt_deadline_ns(app->grace_ns), stopped, app);
 }
 
+/* A message is free to be posted again only when its handler ran: one for each signal. */
+struct toggle {
+    struct bt_msg msg;
+    struct app *app;
+};
+
 static void on_toggle(struct bt_msg *msg, void *consumer)
 {
-    struct app *app = BT_CONTAINER_OF(msg, struct app, toggle);
+    struct toggle *t = BT_CONTAINER_OF(msg, struct toggle, msg);
+    struct app *app = t->app;
 
+    free(t);
     app->not_serving = !app->not_serving;
     bt_health_set(app->health, "baton.test.Echo",
                   app->not_serving ? BT_HEALTH_NOT_SERVING : BT_HEALTH_SERVING);
@@ -65,6 +73,7 @@ static void on_toggle(struct bt_msg *msg, void *consumer)
 static void *signal_thread(void *arg)
 {
     struct app *app = arg;
+    struct toggle *t;
     int sig;
 
     while (sigwait(&app->signals, &sig) == 0) {
@@ -72,7 +81,11 @@ static void *signal_thread(void *arg)
             bt_loop_post(app->loop, &app->term);
             return NULL;
         }
-        bt_loop_post(app->loop, &app->toggle);
+        t = bt_calloc(1, sizeof(*t));
+        BT_BUG_ON(!t);
+        t->msg.handle = on_toggle;
+        t->app = app;
+        bt_loop_post(app->loop, &t->msg);
     }
     return NULL;
 }
@@ -157,7 +170,7 @@ static int serve(struct app *app, const struct options *o, struct bt_str set, st
 
 int main(int argc, char **argv)
 {
-    struct app app = {.term.handle = on_term, .toggle.handle = on_toggle};
+    struct app app = {.term.handle = on_term};
     struct bt_buf set = {0};
     struct options o;
     struct bt_err err;

@@ -776,6 +776,38 @@ static void test_garbage_at_the_port(void **state)
     teardown(&f);
 }
 
+/* A quiet call and a quiet channel with keep-alive scaled down 50 times: many pings, no GOAWAY. */
+static void test_STRM_03_no_goaway_inside_the_cluster(void **state)
+{
+    Baton__Test__EchoRequest req = BATON__TEST__ECHO_REQUEST__INIT;
+    struct bt_rpc_server_config config = {.keepalive = {.time_ms = 100, .timeout_ms = 10000}};
+    struct states st = {0};
+    struct bt_rpc_channel_config channel_config = {
+        .keepalive = config.keepalive, .on_state = on_state, .user = &st};
+    struct result res = {0};
+    struct fixture f;
+    uint64_t until;
+
+    setup_at(&f, "127.0.0.1:0", &config, &channel_config);
+    req.hang = true;
+    start(&f, &res, "Unary", &req, true);
+    for (int phase = 0; phase < 2; phase++) { /* with a call that says nothing, then without */
+        until = bt_now_ns() + 1500 * BT_NS_PER_MS;
+        while (bt_now_ns() < until) {
+            bt_loop_poll(f.loop, until);
+        }
+        assert_int_equal(res.n_closed, phase);
+        if (phase == 0) {
+            bt_rpc_client_cancel(res.call);
+            EVENTUALLY(&f, res.n_closed);
+        }
+    }
+    assert_int_equal(st.n[BT_RPC_CONN_READY], 1);
+    assert_int_equal(st.n[BT_RPC_CONN_FAILED], 0);
+    assert_int_equal(st.last, BT_RPC_CONN_READY);
+    teardown(&f);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -795,6 +827,7 @@ int main(void)
         cmocka_unit_test(test_drain_grace_and_shutdown),
         cmocka_unit_test(test_server_gone_and_back),
         cmocka_unit_test(test_connection_state),
+        cmocka_unit_test(test_STRM_03_no_goaway_inside_the_cluster),
         cmocka_unit_test(test_listen_addresses),
         cmocka_unit_test(test_garbage_at_the_port),
     };
