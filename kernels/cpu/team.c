@@ -1,8 +1,10 @@
 /* Fork-join on futexes.
  *
- * A job is published by counting `epoch` up (release); a worker sees the new epoch (acquire), takes
- * items until none is left, then counts `n_busy` down (release); the caller waits for 0 (acquire).
- * Every worker takes part in every job, so that a late one cannot meet the next job half made.
+ * `ticket` holds the number of the job (high half) and the next item of it (low half). A member
+ * takes an item by counting the ticket up with compare-and-swap, which succeeds only while that job
+ * is the current one; the job's description lies in slot number % 2, which is not written again
+ * before the job after it is over. So the caller waits for the items, not for the members: a worker
+ * that the system does not run costs nothing, and one that comes late finds a later job or none.
  *
  * Both sides spin for SPIN_NS at most before they sleep: about the length of the serial work
  * between two ops of a decode step, far below a scheduler's time slice. Whoever changes a word that
@@ -31,20 +33,25 @@ struct member {
     pthread_t thread;
 };
 
-struct kn_team {
-    /* The job, written by the caller before epoch. */
+/* Fields are read by workers that may find them overwritten; their compare-and-swap fails then. All
+ * accesses relaxed, ordered by ticket. */
+struct job {
     kn_team_fn fn;
     void *arg;
     int n_items;
+};
+
+struct kn_team {
+    struct job jobs[2];
     int n_threads;
-    bool stop;
+    bool stop;     /* written before epoch */
     int n_started; /* workers to join */
     struct member *members;
 
-    BT_ALIGNED(BT_CACHE_LINE) uint32_t epoch;  /* futex of the workers */
+    BT_ALIGNED(BT_CACHE_LINE) uint64_t ticket;
+    BT_ALIGNED(BT_CACHE_LINE) uint32_t epoch;  /* futex of the workers: number of the job */
     uint32_t n_asleep;                         /* workers that may sleep on epoch */
-    BT_ALIGNED(BT_CACHE_LINE) int next_item;   /* taken by fetch_add, relaxed: epoch orders */
-    BT_ALIGNED(BT_CACHE_LINE) uint32_t n_busy; /* futex of the caller */
+    BT_ALIGNED(BT_CACHE_LINE) uint32_t n_left; /* futex of the caller: items not done */
     uint32_t caller_asleep;
 };
 
@@ -93,12 +100,31 @@ static uint32_t wait_word(uint32_t *word, uint32_t value, bool differ, uint32_t 
     }
 }
 
+/* Takes items until the current job has none left. */
 static void work(struct kn_team *t, int member)
 {
-    int item;
+    uint64_t ticket = __atomic_load_n(&t->ticket, __ATOMIC_ACQUIRE); /* pairs with publish */
 
-    while ((item = __atomic_fetch_add(&t->next_item, 1, __ATOMIC_RELAXED)) < t->n_items) {
-        t->fn(t->arg, item, member);
+    for (;;) {
+        struct job *j = &t->jobs[ticket >> 32 & 1];
+        kn_team_fn fn = __atomic_load_n(&j->fn, __ATOMIC_RELAXED);
+        void *arg = __atomic_load_n(&j->arg, __ATOMIC_RELAXED);
+        int n_items = __atomic_load_n(&j->n_items, __ATOMIC_RELAXED);
+
+        if ((int)(uint32_t)ticket >= n_items) {
+            return;
+        }
+        if (!__atomic_compare_exchange_n(&t->ticket, &ticket, ticket + 1, false, __ATOMIC_ACQ_REL,
+                                         __ATOMIC_ACQUIRE)) {
+            continue;
+        }
+        fn(arg, (int)(uint32_t)ticket, member);
+        /* Pairs with the caller's wait: what fn wrote is visible once n_left is 0. */
+        if (__atomic_sub_fetch(&t->n_left, 1, __ATOMIC_SEQ_CST) == 0 &&
+            __atomic_load_n(&t->caller_asleep, __ATOMIC_SEQ_CST)) {
+            futex_wake(&t->n_left);
+        }
+        ticket = __atomic_load_n(&t->ticket, __ATOMIC_ACQUIRE);
     }
 }
 
@@ -110,23 +136,33 @@ static void *worker_main(void *p)
 
     for (;;) {
         seen = wait_word(&t->epoch, seen, true, &t->n_asleep);
-        if (t->stop) {
+        if (__atomic_load_n(&t->stop, __ATOMIC_RELAXED)) {
             return NULL;
         }
         work(t, m->idx);
-        if (__atomic_sub_fetch(&t->n_busy, 1, __ATOMIC_SEQ_CST) == 0 &&
-            __atomic_load_n(&t->caller_asleep, __ATOMIC_SEQ_CST)) {
-            futex_wake(&t->n_busy);
-        }
     }
 }
 
-static void publish(struct kn_team *t)
+/* Counts the epoch up and wakes who sleeps on it. */
+static void call_workers(struct kn_team *t)
 {
     __atomic_add_fetch(&t->epoch, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&t->n_asleep, __ATOMIC_SEQ_CST)) {
         futex_wake(&t->epoch);
     }
+}
+
+static void publish(struct kn_team *t, int n_items, kn_team_fn fn, void *arg)
+{
+    uint64_t number = (__atomic_load_n(&t->ticket, __ATOMIC_RELAXED) >> 32) + 1;
+    struct job *j = &t->jobs[number & 1];
+
+    __atomic_store_n(&j->fn, fn, __ATOMIC_RELAXED);
+    __atomic_store_n(&j->arg, arg, __ATOMIC_RELAXED);
+    __atomic_store_n(&j->n_items, n_items, __ATOMIC_RELAXED);
+    __atomic_store_n(&t->n_left, (uint32_t)n_items, __ATOMIC_RELAXED);
+    __atomic_store_n(&t->ticket, number << 32, __ATOMIC_RELEASE);
+    call_workers(t);
 }
 
 int kn_team_create(int n_threads, struct kn_team **ret_team, struct bt_err *err)
@@ -171,8 +207,8 @@ void kn_team_destroy(struct kn_team *t)
     if (!t) {
         return;
     }
-    t->stop = true;
-    publish(t);
+    __atomic_store_n(&t->stop, true, __ATOMIC_RELAXED);
+    call_workers(t);
     for (int i = 1; i <= t->n_started; i++) {
         pthread_join(t->members[i].thread, NULL);
     }
@@ -193,12 +229,7 @@ void kn_team_run(struct kn_team *t, int n_items, kn_team_fn fn, void *arg)
         }
         return;
     }
-    t->fn = fn;
-    t->arg = arg;
-    t->n_items = n_items;
-    __atomic_store_n(&t->next_item, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&t->n_busy, (uint32_t)t->n_threads - 1, __ATOMIC_RELAXED);
-    publish(t);
+    publish(t, n_items, fn, arg);
     work(t, 0);
-    wait_word(&t->n_busy, 0, false, &t->caller_asleep);
+    wait_word(&t->n_left, 0, false, &t->caller_asleep);
 }
