@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-#define PROBE_NS    (300 * BT_NS_PER_MS)
+#define PROBE_NS    (100 * BT_NS_PER_MS)
 #define MAX_THREADS 256
 
 struct worker {
@@ -53,36 +53,31 @@ static void *worker_main(void *arg)
     return NULL;
 }
 
-/* Sum of the rates of all threads; best of three. */
+/* Sum of the rates of all threads. */
 static double
 run(int threads, double (*work)(const struct worker *w), const char *buf, size_t bytes)
 {
     static struct worker workers[MAX_THREADS];
-    double best = 0;
+    pthread_barrier_t start;
+    double sum = 0;
 
     threads = BT_MIN(threads, MAX_THREADS);
-    for (int round = 0; round < 3; round++) {
-        pthread_barrier_t start;
-        double sum = 0;
+    pthread_barrier_init(&start, NULL, (unsigned)threads);
+    for (int i = 0; i < threads; i++) {
+        size_t part = bytes / (size_t)threads / 64 * 64;
 
-        pthread_barrier_init(&start, NULL, (unsigned)threads);
-        for (int i = 0; i < threads; i++) {
-            size_t part = bytes / (size_t)threads / 64 * 64;
-
-            workers[i] = (struct worker){
-                .start = &start, .work = work, .p = buf ? buf + part * (size_t)i : NULL, .n = part};
-            if (pthread_create(&workers[i].thread, NULL, worker_main, &workers[i]) != 0) {
-                abort();
-            }
+        workers[i] = (struct worker){
+            .start = &start, .work = work, .p = buf ? buf + part * (size_t)i : NULL, .n = part};
+        if (pthread_create(&workers[i].thread, NULL, worker_main, &workers[i]) != 0) {
+            abort();
         }
-        for (int i = 0; i < threads; i++) {
-            pthread_join(workers[i].thread, NULL);
-            sum += workers[i].rate;
-        }
-        pthread_barrier_destroy(&start);
-        best = BT_MAX(best, sum);
     }
-    return best;
+    for (int i = 0; i < threads; i++) {
+        pthread_join(workers[i].thread, NULL);
+        sum += workers[i].rate;
+    }
+    pthread_barrier_destroy(&start);
+    return sum;
 }
 
 static double read_piece(const struct worker *w)
@@ -102,57 +97,68 @@ static double read_piece(const struct worker *w)
     return (double)(w->n / sizeof(vec) / 4 * 4 * sizeof(vec));
 }
 
-double probe_read_bytes_per_s(int threads, size_t bytes)
+static char *make_buffer(size_t bytes)
 {
     char *buf = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    double rate;
 
     if (buf == MAP_FAILED) {
-        return 0;
+        return NULL;
     }
     madvise(buf, bytes, MADV_HUGEPAGE);
     memset(buf, 1, bytes);
-    rate = run(threads, read_piece, buf, bytes);
-    munmap(buf, bytes);
-    return rate;
+    return buf;
+}
+
+double probe_read_bytes_per_s(int threads, size_t bytes)
+{
+    static char *buf; /* kept: a probe is made before every run */
+    static size_t buf_bytes;
+
+    if (!buf || buf_bytes != bytes) {
+        buf = make_buffer(bytes);
+        buf_bytes = bytes;
+    }
+    return buf ? run(threads, read_piece, buf, bytes) : 0;
 }
 
 #if defined(__x86_64__)
 #define MAC_ROUNDS 4096
-#define MAC_CHAINS 16 /* independent accumulators: more than latency times ports */
+#define MAC_CHAINS 12 /* independent accumulators: more than latency times ports */
+/* Named variables, since an array would live in memory. */
+#define EACH(X) X(a) X(b) X(c) X(d) X(e) X(f) X(g) X(h) X(i) X(j) X(k) X(l)
 
 __attribute__((target("avx512f,avx512vnni"))) static double vnni_piece(const struct worker *w)
 {
-    __m512i acc[MAC_CHAINS], x = _mm512_set1_epi8(3), y = _mm512_set1_epi8(2);
+    __m512i x = _mm512_set1_epi8(3), y = _mm512_set1_epi8(2);
+#define X(v) __m512i v = _mm512_setzero_si512();
+    EACH(X)
+#undef X
 
-    for (int i = 0; i < MAC_CHAINS; i++) {
-        acc[i] = _mm512_set1_epi32(i);
-    }
     for (int r = 0; r < MAC_ROUNDS; r++) {
-#pragma GCC unroll 16
-        for (int i = 0; i < MAC_CHAINS; i++) {
-            acc[i] = _mm512_dpbusd_epi32(acc[i], x, y);
-            __asm__ volatile("" : "+v"(acc[i]));
-        }
+#define X(v)                                                                                       \
+    v = _mm512_dpbusd_epi32(v, x, y);                                                              \
+    __asm__ volatile("" : "+v"(v));
+        EACH(X)
+#undef X
     }
     return (double)MAC_ROUNDS * MAC_CHAINS * 64 * 2;
 }
 
 __attribute__((target("avx2,fma"))) static double fma_piece(const struct worker *w)
 {
-    __m256 acc[MAC_CHAINS / 2], x = _mm256_set1_ps(0.5f), y = _mm256_set1_ps(0.25f);
+    __m256 x = _mm256_set1_ps(0.5f), y = _mm256_set1_ps(0.25f);
+#define X(v) __m256 v = _mm256_setzero_ps();
+    EACH(X)
+#undef X
 
-    for (int i = 0; i < MAC_CHAINS / 2; i++) {
-        acc[i] = _mm256_set1_ps((float)i);
-    }
     for (int r = 0; r < MAC_ROUNDS; r++) {
-#pragma GCC unroll 8
-        for (int i = 0; i < MAC_CHAINS / 2; i++) {
-            acc[i] = _mm256_fmadd_ps(acc[i], x, y);
-            __asm__ volatile("" : "+x"(acc[i]));
-        }
+#define X(v)                                                                                       \
+    v = _mm256_fmadd_ps(v, x, y);                                                                  \
+    __asm__ volatile("" : "+x"(v));
+        EACH(X)
+#undef X
     }
-    return (double)MAC_ROUNDS * (MAC_CHAINS / 2) * 8 * 2;
+    return (double)MAC_ROUNDS * MAC_CHAINS * 8 * 2;
 }
 #endif
 

@@ -5,11 +5,13 @@
 
 #include "common/base/base.h"
 
-/* Bytes a second that `threads` threads read together from a buffer of `bytes`, over and over. */
+/* Bytes a second that `threads` threads read together from a buffer of `bytes`, over and over, for
+ * a tenth of a second. Call it before every run and take medians of both. Main thread. */
 double probe_read_bytes_per_s(int threads, size_t bytes);
 
 /* Multiply-add operations (counted as two) a second of `threads` threads in the widest instruction
- * that this processor has for 8-bit integers (VNNI), else for floats (FMA), from registers. */
+ * that this processor has for 8-bit integers (VNNI), else for floats (FMA), from registers; a tenth
+ * of a second. */
 double probe_mac_ops_per_s(int threads, const char **ret_name);
 
 double probe_median(double *values, int n);
