@@ -63,7 +63,8 @@ struct bt_rpc_client_args {
     const struct bt_rpc_client_events *events;
     void *user;
     uint64_t deadline_ns; /* 0 or BT_NEVER_NS = none */
-    bool wait_for_ready;  /* wait for a connection instead of failing when there is none */
+    bool wait_for_ready;  /* wait for a connection instead of failing when there is none; one
+                             that dies with the call on it still means UNAVAILABLE */
     const struct bt_rpc_metadata *metadata; /* copied */
     size_t n_metadata;                      /* at most 8 */
     const ProtobufCMessage *request;        /* first message, may be NULL */

@@ -6,6 +6,10 @@
  * detach found the box empty and finds the flag cleared (the mailbox mutex orders the two), so it
  * queues a new tag.
  *
+ * Core is initialised once and kept for the life of the process, with the lame channel as its
+ * anchor: when the last channel or server goes, core 1.51 stops its timer threads on the caller's
+ * thread, and now and then that waits for a timer seconds away (seen: 10 s, the handshake timeout).
+ *
  * Timers: an intrusive pairing heap (Fredman, Sedgewick, Sleator, Tarjan 1986), because starting
  * one must not allocate. */
 #include "common/rpc/loop.h"
@@ -20,7 +24,6 @@
 struct bt_loop {
     struct bt_cq_tag wake_tag;
     grpc_completion_queue *cq;
-    grpc_channel *lame;
     grpc_call *waker;
     pthread_t owner;
     struct bt_mailbox mailbox;
@@ -34,6 +37,16 @@ struct bt_loop {
     bool in_callback;
     struct bt_rpc_arena arena;
 };
+
+static pthread_once_t core_once = PTHREAD_ONCE_INIT;
+static grpc_channel *lame; /* written once, never destroyed */
+
+static void core_init(void)
+{
+    bt_rpc_log_init();
+    grpc_init();
+    lame = grpc_lame_client_channel_create("wake", GRPC_STATUS_UNAVAILABLE, "wake");
+}
 
 static void wake(void *arg)
 {
@@ -165,13 +178,11 @@ int bt_loop_create(struct bt_loop **ret_loop, struct bt_err *err)
     if (!loop) {
         return BT_FAIL(err, BT_E_NOMEM, "control loop: out of memory");
     }
-    bt_rpc_log_init();
-    grpc_init();
+    pthread_once(&core_once, core_init);
     loop->wake_tag.fn = woken;
     loop->cq = grpc_completion_queue_create_for_next(NULL);
-    loop->lame = grpc_lame_client_channel_create("wake", GRPC_STATUS_UNAVAILABLE, "wake");
     loop->waker =
-        grpc_channel_create_call(loop->lame, NULL, GRPC_PROPAGATE_DEFAULTS, loop->cq,
+        grpc_channel_create_call(lame, NULL, GRPC_PROPAGATE_DEFAULTS, loop->cq,
                                  grpc_slice_from_static_string("/wake"), NULL, never, NULL);
     loop->owner = pthread_self();
     loop->now_ns = bt_now_ns();
@@ -196,7 +207,6 @@ void bt_loop_destroy(struct bt_loop *loop)
         bt_loop_poll(loop, BT_NEVER_NS);
     }
     grpc_call_unref(loop->waker);
-    grpc_channel_destroy(loop->lame);
     grpc_completion_queue_shutdown(loop->cq);
     do {
         ev = grpc_completion_queue_next(loop->cq, gpr_inf_future(GPR_CLOCK_MONOTONIC), NULL);
@@ -205,7 +215,6 @@ void bt_loop_destroy(struct bt_loop *loop)
     bt_mailbox_fini(&loop->mailbox);
     bt_rpc_arena_fini(&loop->arena);
     free(loop);
-    grpc_shutdown();
 }
 
 bool bt_loop_poll(struct bt_loop *loop, uint64_t deadline_ns)

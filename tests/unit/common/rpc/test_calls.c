@@ -570,6 +570,31 @@ static void test_call_limit(void **state)
     teardown(&f);
 }
 
+/* More calls on one connection than the server allows wait at the client for their turn. */
+static void test_stream_limit_of_a_connection(void **state)
+{
+    Baton__Test__EchoRequest req = BATON__TEST__ECHO_REQUEST__INIT;
+    struct bt_rpc_server_config config = {.max_streams = 2};
+    struct result warm = {0}, r[3] = {0};
+    struct fixture f;
+
+    setup_at(&f, "127.0.0.1:0", &config, NULL);
+    start(&f, &warm, "Unary", &req, true); /* the client knows the server's settings after this */
+    EVENTUALLY(&f, warm.n_closed);
+    req.hang = true;
+    for (int i = 0; i < 3; i++) {
+        start(&f, &r[i], "Unary", &req, true);
+    }
+    EVENTUALLY(&f, f.stats.n_messages == 3);
+    for (int i = 0; i < 10; i++) {
+        bt_loop_poll(f.loop, bt_now_ns() + 10 * BT_NS_PER_MS);
+    }
+    assert_int_equal(f.stats.n_messages, 3); /* the warm one and two */
+    bt_rpc_client_cancel(r[0].call);
+    EVENTUALLY(&f, f.stats.n_messages == 4);
+    teardown(&f);
+}
+
 static void set_true(void *arg)
 {
     *(bool *)arg = true;
@@ -824,6 +849,7 @@ int main(void)
         cmocka_unit_test(test_back_pressure_on_a_client_that_does_not_read),
         cmocka_unit_test(test_send_queue_limit),
         cmocka_unit_test(test_call_limit),
+        cmocka_unit_test(test_stream_limit_of_a_connection),
         cmocka_unit_test(test_drain_grace_and_shutdown),
         cmocka_unit_test(test_server_gone_and_back),
         cmocka_unit_test(test_connection_state),
