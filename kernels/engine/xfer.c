@@ -11,6 +11,15 @@ static void handle_xfer_done(struct bt_msg *msg, void *consumer)
     struct kn_seq *s = BT_CONTAINER_OF(msg, struct kn_seq, xfer_done);
     struct kn_engine *e = consumer;
 
+    /* On the engine's thread: nobody is in a call on the object. */
+    if (s->send) {
+        kv_send_release(s->send);
+        s->send = NULL;
+    }
+    if (s->recv) {
+        kv_recv_release(s->recv);
+        s->recv = NULL;
+    }
     kn_sched_xfer_done(e->sched, s, s->xfer_rc, s->xfer_text, &s->xfer_first);
 }
 
@@ -128,7 +137,7 @@ void kn_xfer_layer_done(struct kn_engine *e, const struct kn_step_plan *plan, in
         const struct kn_plan_row *row = &plan->rows[i];
         const struct kn_seq *s = kn_sched_at(e->sched, row->slot);
 
-        if (s->leg == KN_LEG_PREFILL) {
+        if (s->leg == KN_LEG_PREFILL && s->send) {
             kv_send_progress(s->send, row->pos, row->n_tokens, layer);
         }
     }

@@ -52,7 +52,7 @@ struct kv_handoff_stats {
 int kv_handoff_create(const struct kv_handoff_cfg *cfg,
                       struct kv_handoff **ret,
                       struct bt_err *err) BT_MUST_USE;
-/* Every send and recv must be done. */
+/* Every send and recv must be done; what was not released is freed. */
 void kv_handoff_destroy(struct kv_handoff *h);
 /* Address of the transfer listener, for the decode nodes; borrowed. */
 const char *kv_handoff_address(const struct kv_handoff *h);
@@ -76,7 +76,7 @@ struct kv_send_events {
     /* A decode node has asked for it: from now on its pages may be read, and rewind returns false.
      */
     void (*ticketed)(void *arg);
-    /* Exactly once, last: BT_OK = D has all of it; else the reason. The object is gone after it. */
+    /* Exactly once, last: BT_OK = D has all of it; else the reason. Then kv_send_release. */
     void (*done)(void *arg, int rc, const char *msg);
 };
 
@@ -103,6 +103,10 @@ void kv_send_finish(struct kv_send *s, const struct kv_first *tokens);
 bool kv_send_rewind(struct kv_send *s) BT_MUST_USE;
 /* Tells D and seeks proof; done follows with `rc`. No-op once done is under way. */
 void kv_send_abort(struct kv_send *s, int rc);
+/* Any thread, once, after done has been called: the object is gone then. Until then the functions
+ * above may still be called and do nothing: done comes on the net's thread, and the caller's may be
+ * in one of them. */
+void kv_send_release(struct kv_send *s);
 
 /* ---- D ---- */
 struct kv_recv;
@@ -110,7 +114,7 @@ struct kv_recv;
 struct kv_recv_events {
     void *arg;
     /* Exactly once, last: BT_OK = all bytes are in the pages and checked, `tokens` are the first of
-     * the answer. Else the reason, and the pages' content is worthless. */
+     * the answer. Else the reason, and the pages' content is worthless. Then kv_recv_release. */
     void (*done)(void *arg, int rc, const char *msg, const struct kv_first *tokens);
 };
 
@@ -130,5 +134,7 @@ int kv_recv_create(struct kv_handoff *h,
                    struct kv_recv **ret,
                    struct bt_err *err) BT_MUST_USE;
 void kv_recv_abort(struct kv_recv *r, int rc);
+/* As kv_send_release. */
+void kv_recv_release(struct kv_recv *r);
 
 #endif

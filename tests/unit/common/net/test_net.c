@@ -3,6 +3,7 @@
 
 #include "common/base/buf.h"
 #include "common/mem/mem.h"
+#include "common/obs/log.h"
 #include "tests/unit/common/net/side.h"
 
 #include <dirent.h>
@@ -468,17 +469,22 @@ static void reconnects(const char *transports)
     assert_int_equal(side_open(&a, transports), BT_OK);
     assert_int_equal(side_open(&b, transports), BT_OK);
     for (int i = 0; i < 250; i++) {
+        uint64_t end = bt_deadline_ns(20 * BT_NS_PER_S);
         int before = LOAD(b.accepted);
 
         a.next = b.next = 0;
         connect_sides(&a, &b);
         side_on_net(a.net, do_send_sizes, &a);
-        /* Closed by either side, or before it was up. */
-        if (i % 3) {
-            assert_true(EVENTUALLY(LOAD(b.accepted) == before + 1));
-        }
+        assert_true(EVENTUALLY(LOAD(b.accepted) == before + 1));
         side_on_net(i % 3 == 1 ? b.net : a.net, do_close, i % 3 == 1 ? &b : &a);
-        assert_true(EVENTUALLY(LOAD(a.closed) == i + 1 && LOAD(b.closed) == LOAD(b.accepted)));
+        /* What b accepted may have been the last round's late one: it closes all it gets. */
+        while (i % 3 == 1 && LOAD(a.closed) != i + 1 && bt_now_ns() < end) {
+            side_on_net(b.net, do_close, &b);
+            side_nap();
+        }
+        if (!EVENTUALLY(LOAD(a.closed) == i + 1 && LOAD(b.closed) == LOAD(b.accepted))) {
+            fail_msg("round %d: %d closed here, %d of %d there", i, a.closed, b.closed, b.accepted);
+        }
         if (i == 49) {
             fds = count_fds();
             rss = rss_kb();
@@ -501,7 +507,7 @@ static void test_KVX_09_reconnects_leak_nothing_shm(void **state)
     reconnects("auto");
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_messages_tcp),
@@ -519,6 +525,10 @@ int main(void)
     pattern = malloc(BIG);
     for (size_t i = 0; i < BIG; i++) {
         pattern[i] = (char)i;
+    }
+    if (argc > 1) {
+        cmocka_set_test_filter(argv[1]);
+        bt_log_threshold = BT_LOG_DEBUG;
     }
     rc = cmocka_run_group_tests(tests, NULL, NULL);
     free(pattern);
