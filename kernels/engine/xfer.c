@@ -4,8 +4,6 @@
 
 #include <stdio.h>
 
-#if KN_HAVE_HANDOFF
-
 static void handle_xfer_done(struct bt_msg *msg, void *consumer)
 {
     struct kn_seq *s = BT_CONTAINER_OF(msg, struct kn_seq, xfer_done);
@@ -142,11 +140,3 @@ void kn_xfer_layer_done(struct kn_engine *e, const struct kn_step_plan *plan, in
         }
     }
 }
-
-#else /* the handoff is not there yet: its legs are refused at submit */
-const struct kn_xfer_ops kn_xfer_handoff = {0};
-
-void kn_xfer_layer_done(struct kn_engine *e, const struct kn_step_plan *plan, int layer)
-{
-}
-#endif

@@ -234,6 +234,9 @@ static void test_SAMP_04_one_token(void **state)
               (struct rig_opts){1, 16, 64, 8, 64, .max_ctx = 512});
     tag = submit(&two, (struct ask){.shape = 3, .p = true, .d = true, .max_tokens = 1});
     rig_wait(&two.p.rig, 1);
+    /* As a router does. D hears it from P as well, unless its ticket comes after P has forgotten.
+     */
+    kn_engine_cancel(two.d.rig.engine, tag);
     rig_wait(&two.d.rig, 1);
     assert_int_equal(two.p.rig.results[tag].n, 1);
     assert_int_equal(two.p.rig.results[tag].finish, KN_FINISH_LENGTH);
@@ -276,14 +279,14 @@ static uint32_t rng(uint32_t *state, uint32_t n)
 static void test_KVX_04_abort_then_start(void **state)
 {
     struct rig_result *want = bt_calloc(N_SHAPES, sizeof(*want));
-    uint32_t rounds = getenv("BATON_TEST_LONG") ? 1000 : 150, seed = 1;
+    uint32_t rounds = 1000, seed = 1;
     struct pair two;
 
     reference(want);
     pair_open(&two, (struct rig_opts){1, 16, 64, 8, 64, .max_ctx = 512},
               (struct rig_opts){1, 16, 64, 8, 34, .max_ctx = 512});
     for (uint32_t i = 0; i < rounds; i++) {
-        struct timespec pause = {.tv_nsec = (long)rng(&seed, 4) * (long)rng(&seed, 1500000)};
+        struct timespec pause = {.tv_nsec = (long)rng(&seed, 4) * (long)rng(&seed, 1000000)};
         uint32_t shape = rng(&seed, N_SHAPES), where = 1 + rng(&seed, 3);
         uint64_t a = submit(&two, (struct ask){.shape = 5, .p = true, .d = true}), b;
 
