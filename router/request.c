@@ -141,7 +141,7 @@ static void fill_end(const struct rt_request *req, Baton__V1__Usage *u, Baton__V
     t->queue = seconds(req, req->t_asked);
     t->first_token = seconds(req, req->t_first);
     t->second_token = seconds(req, req->t_second);
-    t->total = seconds(req, now_of(req));
+    t->total = seconds(req, bt_now_ns());
     t->prefill_node = (char *)(uintptr_t)req->prefill_name;
     t->decode_node = (char *)(uintptr_t)req->decode_name;
     t->path = req->path_taken == RT_PATH_DIRECT ? BATON__V1__PATH__PATH_DIRECT
@@ -154,10 +154,10 @@ static void stamp(struct rt_request *req)
     size_t n = req->answer.ids.n;
 
     if (n >= 1 && !req->t_first) {
-        req->t_first = now_of(req);
+        req->t_first = bt_now_ns();
     }
     if (n >= 2 && !req->t_second) {
-        req->t_second = now_of(req);
+        req->t_second = bt_now_ns();
     }
 }
 
@@ -379,7 +379,7 @@ static void launch(struct rt_request *req, const struct rt_pick *pick, struct rt
     int rc;
 
     if (!req->t_asked) {
-        req->t_asked = now_of(req);
+        req->t_asked = bt_now_ns();
     }
     req->path_taken = pick->path;
     snprintf(req->decode_name, sizeof(req->decode_name), "%s", d->name);

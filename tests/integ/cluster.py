@@ -86,10 +86,10 @@ class Cluster:
     """Started by the fixture `cluster`; what it asserts at the end is in finish()."""
 
     def __init__(self, model, prefill=1, decode=1, redis=True, role="decode", router_args=(),
-                 node_args=(), prefill_args=(), decode_args=(), seeds=(), wait=True):
+                 node_args=(), prefill_args=(), decode_args=(), seeds=(), wait=True, pool="64M", threads=1):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="baton-integ."))
         self.model, self.procs, self.allowed, self.clients = model, {}, [], {}
-        self.redis = None
+        self.redis, self.pool, self.threads = None, pool, threads
         try:
             self.common = [f"--redis.address={self.start_redis() if redis else ''}"]
             self.seeds = list(seeds)
@@ -126,8 +126,8 @@ class Cluster:
         return self.procs[name]
 
     def add_node(self, kind, name, args=()):
-        return self.add(f"baton-{kind}", name, ["--heartbeat=100ms", "--engine.pool_bytes=64M",
-                                                "--engine.threads=1", *args])
+        return self.add(f"baton-{kind}", name, ["--heartbeat=100ms", f"--engine.pool_bytes={self.pool}",
+                                                f"--engine.threads={self.threads}", *args])
 
     def add_router(self, name, args=()):
         seeds = [f"--cluster.seeds={','.join(self.seeds)}"] if self.seeds else []
