@@ -162,16 +162,36 @@ static int tell_missing(const struct rt_pick_args *a, struct bt_err *err)
                    why);
 }
 
+static bool has_failed(const struct rt_pick_args *a, const struct rt_pick *p)
+{
+    return a->nodes[p->decode].excluded || (p->prefill >= 0 && a->nodes[p->prefill].excluded);
+}
+
+/* A pair first; a node on its own rather than a pair of which the request has seen the failure. */
+static bool pick_auto(const struct rt_pick_args *a, struct rt_pick *ret)
+{
+    struct rt_pick alone;
+
+    if (!pick_pair(a, ret)) {
+        return pick_local(a, ret);
+    }
+    if (has_failed(a, ret) && pick_local(a, &alone) && !has_failed(a, &alone)) {
+        *ret = alone;
+    }
+    return true;
+}
+
 int rt_policy_pick(const struct rt_pick_args *a, struct rt_pick *ret_pick, struct bt_err *err)
 {
     bool small = a->path == RT_PATH_AUTO && a->n_prompt < a->local_below_tokens;
+    bool picked;
 
     if (a->path == RT_PATH_LOCAL || small) {
-        if (pick_local(a, ret_pick)) {
-            return BT_OK;
-        }
-    } else if (pick_pair(a, ret_pick) || (a->path == RT_PATH_AUTO && pick_local(a, ret_pick))) {
-        return BT_OK;
+        picked = pick_local(a, ret_pick);
+    } else if (a->path == RT_PATH_DIRECT) {
+        picked = pick_pair(a, ret_pick);
+    } else {
+        picked = pick_auto(a, ret_pick);
     }
-    return tell_missing(a, err);
+    return picked ? BT_OK : tell_missing(a, err);
 }

@@ -41,13 +41,12 @@ class Proc:
         self.log = folder / f"{name}.log"
         self.ready_file = folder / f"{name}.ready"
         self.ready = {}
-        self.killed = False
         self.start()
 
     def start(self):
         with open(self.log, "ab") as log:
             self.p = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        self.killed = False
+        self.killed = self.asked = False
 
     def wait_ready(self):
         def look():
@@ -60,6 +59,7 @@ class Proc:
         return self
 
     def signal(self, sig):
+        self.asked = self.asked or sig == signal.SIGTERM  # a second one would end it at once
         self.p.send_signal(sig)
 
     def kill(self):
@@ -68,8 +68,8 @@ class Proc:
         self.p.wait()
 
     def stop(self, timeout=40):
-        if self.p.poll() is None:
-            self.p.terminate()
+        if self.p.poll() is None and not self.asked:
+            self.signal(signal.SIGTERM)
         try:
             return self.p.wait(timeout * SLOW)
         except subprocess.TimeoutExpired:

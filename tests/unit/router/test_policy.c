@@ -124,9 +124,14 @@ static void test_failed_nodes_come_last(void **state)
     v[1].tokens_outstanding = 1u << 30;
     assert_int_equal(pick(v, 3, RT_PATH_AUTO, 1, &got), BT_OK);
     assert_int_equal(got.prefill, 1);
-    v[1].ready = false; /* the failed one is all there is */
-    assert_int_equal(pick(v, 3, RT_PATH_AUTO, 1, &got), BT_OK);
+    v[1].ready = false; /* the failed one is all there is, but the decode node can do without */
+    assert_int_equal(pick(v, 3, RT_PATH_DIRECT, 1, &got), BT_OK);
     assert_int_equal(got.prefill, 0);
+    assert_int_equal(pick(v, 3, RT_PATH_AUTO, 1, &got), BT_OK);
+    assert_int_equal(got.path, RT_PATH_LOCAL);
+    v[2].excluded = true; /* both have failed: a pair as ever */
+    assert_int_equal(pick(v, 3, RT_PATH_AUTO, 1, &got), BT_OK);
+    assert_int_equal(got.path, RT_PATH_DIRECT);
 }
 
 static void test_KVX_07_misfits_are_not_paired(void **state)
