@@ -200,7 +200,7 @@ static void check_tiny(const char *const *args, enum kv_dtype kv)
         skip();
     }
     mf = tiny_open(args, false);
-    check_model(mf, kv, true);
+    check_model(mf, kv, !RUN_SLOW);
     bt_model_close(mf);
 }
 
