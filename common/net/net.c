@@ -21,8 +21,14 @@
 
 #define SPIN_NS        (25 * BT_NS_PER_US)
 #define PROGRESS_BATCH 64
+#define GATE_POLL_NS   BT_NS_PER_MS /* while busy; asleep it wakes us */
 #define DEFAULT_MAX    (1u << 20)
 #define STOP_NS        (10 * BT_NS_PER_S)
+
+static bool is_auto(const struct bt_net *net)
+{
+    return !net->transports[0] || strcmp(net->transports, "auto") == 0;
+}
 
 /* ---- timers ---- */
 
@@ -83,8 +89,9 @@ static bool run_timers(struct bt_net *net, uint64_t now)
 
 static void sleep_until_event(struct bt_net *net)
 {
-    struct pollfd fds[2] = {{.fd = net->ucp_fd, .events = POLLIN},
-                            {.fd = net->efd, .events = POLLIN}};
+    struct pollfd fds[3] = {{.fd = net->ucp_fd, .events = POLLIN},
+                            {.fd = net->efd, .events = POLLIN},
+                            {.fd = net->gate_epfd, .events = POLLIN}}; /* -1 is skipped */
     struct timespec ts, *timeout = NULL;
     ucs_status_t status = ucp_worker_arm(net->worker);
 
@@ -99,8 +106,13 @@ static void sleep_until_event(struct bt_net *net)
         ts = (struct timespec){(time_t)(d / BT_NS_PER_S), (long)(d % BT_NS_PER_S)};
         timeout = &ts;
     }
-    if (ppoll(fds, 2, timeout, NULL) > 0 && (fds[1].revents & POLLIN)) {
-        bt_eventfd_clear(net->efd);
+    if (ppoll(fds, 3, timeout, NULL) > 0) {
+        if (fds[1].revents & POLLIN) {
+            bt_eventfd_clear(net->efd);
+        }
+        if (fds[2].revents & POLLIN) {
+            net->gate_polled_ns = 0; /* look at once */
+        }
     }
 }
 
@@ -125,6 +137,10 @@ static void loop(struct bt_net *net)
         busy |= bt_mailbox_drain(&net->mailbox, net) > 0;
         now = bt_now_ns();
         busy |= run_timers(net, now);
+        if (net->gated && (net->n_handshakes > 0 || now - net->gate_polled_ns > GATE_POLL_NS)) {
+            net->gate_polled_ns = now;
+            busy |= bt_net_gate_poll(net);
+        }
         busy |= bt_net_reap(net);
         if (net->stopping) {
             if (give_up == BT_NEVER_NS) {
@@ -153,11 +169,6 @@ static void on_stop(struct bt_msg *msg, void *consumer)
 
     net->stopping = true;
     bt_mailbox_close(&net->mailbox);
-}
-
-static bool is_auto(const struct bt_net *net)
-{
-    return !net->transports[0] || strcmp(net->transports, "auto") == 0;
 }
 
 static int open_context(struct bt_net *net, struct bt_err *err)
@@ -226,6 +237,7 @@ static void close_ucx(struct bt_net *net)
         BT_ERROR("net_stop", "msg=\"memory was still registered\"");
         bt_net_mem_unregister(mem);
     }
+    bt_net_gate_close(net);
     if (net->listener) {
         ucp_listener_destroy(net->listener);
     }
@@ -291,7 +303,7 @@ static void free_net(struct bt_net *net)
 
 static int check_listen(struct bt_net *net, struct bt_err *err)
 {
-    struct sockaddr_storage sa;
+    struct sockaddr_storage *sa = &net->listen_address;
     struct bt_addr a;
     socklen_t len;
     char devices[512];
@@ -307,12 +319,12 @@ static int check_listen(struct bt_net *net, struct bt_err *err)
                        "encryption: set allow_insecure to permit it on a trusted network",
                        net->listen);
     }
-    rc = bt_net_resolve(net->listen, false, &sa, &len, err);
+    rc = bt_net_resolve(net->listen, false, sa, &len, err);
     if (rc != BT_OK) {
         return BT_E_CONFIG;
     }
     if (!net->devices[0]) {
-        rc = bt_net_devices_for(&sa, devices, sizeof(devices), err);
+        rc = bt_net_devices_for(sa, devices, sizeof(devices), err);
         if (rc != BT_OK) {
             return rc;
         }
@@ -322,6 +334,10 @@ static int check_listen(struct bt_net *net, struct bt_err *err)
             return BT_FAIL(err, BT_E_NOMEM, "out of memory");
         }
     }
+    /* RDMA devices have a port number: "mlx5_0:1". */
+    net->gated = !strchr(net->devices, ':') ||
+                 !(is_auto(net) || strstr(net->transports, "rc") || strstr(net->transports, "dc") ||
+                   strstr(net->transports, "ud") || strstr(net->transports, "ib"));
     return BT_OK;
 }
 
@@ -335,7 +351,9 @@ static struct bt_net *new_net(const struct bt_net_cfg *cfg, const struct bt_net_
     net->cfg = *cfg;
     net->on = *handlers;
     net->efd = -1;
-    net->ucp_fd = -1;
+    net->ucp_fd = net->gate_fd = net->gate_epfd = net->door_fd = -1;
+    bt_list_init(&net->gates);
+    bt_list_init(&net->gate_queue);
     bt_list_init(&net->peers);
     bt_list_init(&net->dying);
     bt_list_init(&net->timers);

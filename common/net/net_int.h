@@ -21,7 +21,8 @@
 #define BT_NET_MAX_PEERS     1024
 #define BT_NET_KEY_ROOM      4096
 
-#define BT_NET_UP_NS (5 * BT_NS_PER_S) /* a connection that is not up by then is dropped */
+#define BT_NET_UP_NS   (5 * BT_NS_PER_S) /* a connection that is not up by then is dropped */
+#define BT_NET_SAFE_NS (3 * BT_NS_PER_S) /* how long a close waits for a safe moment */
 
 /* In front of every head: offset 0 u16 version, 2 u16 kind, 4 u32 sequence number; little endian.
  * The sequence number proves the order that net.h promises; it counts messages only. */
@@ -51,9 +52,13 @@ struct bt_net_peer {
     struct bt_list dying_link; /* net->dying: to be closed, or closed and waiting for operations */
     struct bt_net *net;
     void *user;
-    ucp_ep_h ep;
+    ucp_ep_h ep; /* NULL until UCX may call */
     enum bt_net_peer_state state;
-    struct bt_list queue; /* struct bt_net_op.link: messages waiting for UP */
+    struct bt_net_gate *gate; /* NULL once it is closed, or without gates */
+    bool failed;              /* UCX has given the endpoint up */
+    bool waiting;             /* for a safe moment to close */
+    bool overdue;             /* do not wait any more for a safe moment to close */
+    struct bt_list queue;     /* struct bt_net_op.link: messages waiting for UP */
     struct bt_net_timer up_timer;
     uint32_t mapped_pid; /* its memory can be read; 0 = no */
     bool hello_sent, hello_seen;
@@ -118,6 +123,18 @@ struct bt_net {
     ucp_worker_h worker;
     ucp_listener_h listener;
     int ucp_fd;
+    struct sockaddr_storage listen_address;
+    /* gate.c */
+    bool gated;
+    struct bt_list gates;
+    uint32_t n_handshakes;
+    int gate_fd, gate_epfd;
+    int door_fd; /* UCX's listening socket */
+    struct bt_list gate_queue;
+    struct bt_net_gate *at_door;
+    struct sockaddr_storage ucx_address; /* UCX's private listener */
+    struct bt_net_timer gate_pause;
+    uint64_t gate_polled_ns;
     size_t max_head;
     struct bt_list peers;  /* struct bt_net_peer.link */
     struct bt_list dying;  /* struct bt_net_peer.dying_link */
@@ -152,7 +169,23 @@ const struct bt_net_home *bt_net_home(void);
 bool bt_net_mapped_probe(const struct bt_net_home *peer);
 int bt_net_mapped_read(const struct bt_net_peer *peer, void *local, uint64_t remote, size_t bytes);
 
+/* gate.c */
+/* Opens the public port and shuts UCX's; UCX's listener is there. */
+int bt_net_gate_listen(struct bt_net *net, struct bt_err *err) BT_MUST_USE;
+void bt_net_gate_close(struct bt_net *net);
+/* Handles what is ready; true if anything was. */
+bool bt_net_gate_poll(struct bt_net *net);
+/* Begins a connection; bt_net_peer_call follows when UCX may call. */
+int bt_net_gate_dial(struct bt_net_peer *peer,
+                     const struct sockaddr_storage *to,
+                     struct bt_err *err) BT_MUST_USE;
+/* The call that UCX has got is that of the gate at the door. False: there is none. */
+bool bt_net_gate_adopt(struct bt_net_peer *peer);
+void bt_net_gate_drop(struct bt_net_peer *peer);
+
 /* peer.c */
+/* Lets UCX call. */
+void bt_net_peer_call(struct bt_net_peer *peer, const struct sockaddr_storage *to);
 int bt_net_peer_init_worker(struct bt_net *net, struct bt_err *err) BT_MUST_USE;
 int bt_net_listen(struct bt_net *net, struct bt_err *err) BT_MUST_USE;
 void bt_net_peer_fail(struct bt_net_peer *peer, int rc);

@@ -11,6 +11,7 @@
 
 #include "common/obs/log.h"
 
+#include <netinet/in.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -196,6 +197,7 @@ static void on_error(void *arg, ucp_ep_h ep, ucs_status_t status)
     struct bt_net_peer *peer = arg;
 
     BT_DEBUG("peer_error", "peer=%s reason=\"%s\"", peer->address, ucs_status_string(status));
+    peer->failed = true;
     bt_net_peer_fail(peer, BT_E_PEER_LOST);
 }
 
@@ -231,6 +233,10 @@ static void begin_close(struct bt_net_peer *peer)
     peer->state = BT_NET_PEER_CLOSING;
     bt_net_timer_stop(&peer->up_timer);
     cancel_queue(peer);
+    if (!peer->ep) {
+        peer->close_done = true;
+        return;
+    }
     bt_map_del(&peer->net->by_ep, (uint64_t)(uintptr_t)peer->ep);
     status = ucp_ep_close_nbx(peer->ep, &param);
     if (status == NULL) {
@@ -247,12 +253,29 @@ static void bury(struct bt_net_peer *peer)
     struct bt_net *net = peer->net;
 
     bt_list_remove(&peer->dying_link);
+    bt_net_gate_drop(peer);
+    bt_net_timer_stop(&peer->up_timer);
     if (net->on.closed && (peer->up || !peer->accepted)) {
         net->on.closed(net->on.arg, peer, peer->rc);
     }
     bt_list_remove(&peer->link);
     net->n_peers--;
     free(peer);
+}
+
+/* UCX 1.13 may abort when an endpoint is closed in the middle of its connection setup, which takes
+ * a millisecond where it succeeds: wait for its end, but not for ever. */
+static bool may_close(struct bt_net_peer *peer)
+{
+    if (!peer->ep || peer->state == BT_NET_PEER_UP || peer->failed || peer->hello_sent ||
+        peer->overdue) {
+        return true;
+    }
+    if (!peer->waiting) {
+        peer->waiting = true;
+        bt_net_timer_start(peer->net, &peer->up_timer, bt_deadline_ns(BT_NET_SAFE_NS));
+    }
+    return false;
 }
 
 bool bt_net_reap(struct bt_net *net)
@@ -262,7 +285,7 @@ bool bt_net_reap(struct bt_net *net)
     bt_list_for_each_safe (it, &net->dying) {
         struct bt_net_peer *peer = BT_LIST_ENTRY(it, struct bt_net_peer, dying_link);
 
-        if (peer->state != BT_NET_PEER_CLOSING) {
+        if (peer->state != BT_NET_PEER_CLOSING && may_close(peer)) {
             begin_close(peer);
             any = true;
         }
@@ -317,6 +340,7 @@ static void on_up_timer(struct bt_net_timer *t)
     struct bt_net_peer *peer = BT_CONTAINER_OF(t, struct bt_net_peer, up_timer);
 
     BT_DEBUG("peer_connect", "peer=%s msg=\"not up in time\"", peer->address);
+    peer->overdue = peer->dying;
     bt_net_peer_fail(peer, BT_E_PEER_LOST);
 }
 
@@ -339,6 +363,7 @@ static struct bt_net_peer *new_peer(struct bt_net *net, bool accepted)
 
 static void drop_new_peer(struct bt_net_peer *peer)
 {
+    bt_net_timer_stop(&peer->up_timer);
     bt_list_remove(&peer->link);
     peer->net->n_peers--;
     free(peer);
@@ -425,21 +450,53 @@ static void on_connection(ucp_conn_request_h request, void *arg)
     struct bt_net_peer *peer = NULL;
     ucs_status_t status;
 
+    if (ucp_conn_request_query(request, &attr) != UCS_OK) {
+        attr.client_address.ss_family = AF_UNSPEC;
+    }
     if (!net->stopping && net->n_peers < BT_NET_MAX_PEERS) {
         peer = new_peer(net, true);
+    }
+    if (peer && net->gated && !bt_net_gate_adopt(peer)) {
+        drop_new_peer(peer);
+        peer = NULL;
     }
     if (!peer) {
         BT_WARN("peer_refused", "peers=%u", net->n_peers);
         ucp_listener_reject(net->listener, request);
         return;
     }
-    if (ucp_conn_request_query(request, &attr) == UCS_OK) {
+    if (!net->gated) {
         bt_net_format(&attr.client_address, peer->address, sizeof(peer->address));
     }
     status = open_endpoint(peer, &params);
     if (status != UCS_OK) {
         BT_WARN("peer_refused", "peer=%s reason=\"%s\"", peer->address, ucs_status_string(status));
+        bt_net_gate_drop(peer);
         drop_new_peer(peer);
+    }
+}
+
+/* Where UCX listens: on the public address, or, behind a gate, on a port of its own of the same
+ * device. */
+static void listen_address(const struct bt_net *net, struct sockaddr_storage *ret)
+{
+    struct sockaddr_in *in = (struct sockaddr_in *)ret;
+    struct sockaddr_in6 *in6 = (struct sockaddr_in6 *)ret;
+
+    *ret = net->listen_address;
+    if (!net->gated) {
+        return;
+    }
+    if (ret->ss_family == AF_INET6) {
+        in6->sin6_port = 0;
+        if (IN6_IS_ADDR_UNSPECIFIED(&in6->sin6_addr)) {
+            in6->sin6_addr = in6addr_loopback;
+        }
+    } else {
+        in->sin_port = 0;
+        if (in->sin_addr.s_addr == htonl(INADDR_ANY)) {
+            in->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        }
     }
 }
 
@@ -452,13 +509,11 @@ int bt_net_listen(struct bt_net *net, struct bt_err *err)
     };
     ucp_listener_attr_t attr = {.field_mask = UCP_LISTENER_ATTR_FIELD_SOCKADDR};
     ucs_status_t status;
-    socklen_t len;
 
-    if (bt_net_resolve(net->listen, false, &sa, &len, err) != BT_OK) {
-        return BT_E_CONFIG;
-    }
+    listen_address(net, &sa);
     params.sockaddr.addr = (const struct sockaddr *)&sa;
-    params.sockaddr.addrlen = len;
+    params.sockaddr.addrlen =
+        sa.ss_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in);
     status = ucp_listener_create(net->worker, &params, &net->listener);
     if (status == UCS_OK) {
         status = ucp_listener_query(net->listener, &attr);
@@ -467,8 +522,34 @@ int bt_net_listen(struct bt_net *net, struct bt_err *err)
         return BT_FAIL(err, BT_E_CONFIG, "cannot listen on %.80s: %s", net->listen,
                        ucs_status_string(status));
     }
+    if (net->gated) {
+        net->ucx_address = attr.sockaddr;
+        return bt_net_gate_listen(net, err);
+    }
     bt_net_format(&attr.sockaddr, net->address, sizeof(net->address));
     return BT_OK;
+}
+
+void bt_net_peer_call(struct bt_net_peer *peer, const struct sockaddr_storage *to)
+{
+    ucp_ep_params_t params = {
+        .field_mask = UCP_EP_PARAM_FIELD_FLAGS | UCP_EP_PARAM_FIELD_SOCK_ADDR,
+        .flags = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER,
+        .sockaddr.addr = (const struct sockaddr *)to,
+        .sockaddr.addrlen =
+            to->ss_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in),
+    };
+    ucs_status_t status;
+
+    if (peer->dying) {
+        return;
+    }
+    status = open_endpoint(peer, &params);
+    if (status != UCS_OK) {
+        BT_DEBUG("peer_connect", "peer=%s reason=\"%s\"", peer->address, ucs_status_string(status));
+        peer->ep = NULL;
+        bt_net_peer_fail(peer, BT_E_PEER_LOST);
+    }
 }
 
 int bt_net_connect(struct bt_net *net,
@@ -477,12 +558,7 @@ int bt_net_connect(struct bt_net *net,
                    struct bt_err *err)
 {
     struct sockaddr_storage sa;
-    ucp_ep_params_t params = {
-        .field_mask = UCP_EP_PARAM_FIELD_FLAGS | UCP_EP_PARAM_FIELD_SOCK_ADDR,
-        .flags = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER,
-    };
     struct bt_net_peer *peer;
-    ucs_status_t status;
     socklen_t len;
     int rc;
 
@@ -501,13 +577,15 @@ int bt_net_connect(struct bt_net *net,
         return BT_FAIL(err, BT_E_NOMEM, "peer: out of memory");
     }
     bt_net_format(&sa, peer->address, sizeof(peer->address));
-    params.sockaddr.addr = (const struct sockaddr *)&sa;
-    params.sockaddr.addrlen = len;
-    status = open_endpoint(peer, &params);
-    if (status != UCS_OK) {
-        drop_new_peer(peer);
-        return BT_FAIL(err, BT_E_UNAVAILABLE, "cannot connect to %.80s: %s", address,
-                       ucs_status_string(status));
+    bt_net_timer_start(net, &peer->up_timer, bt_deadline_ns(BT_NET_UP_NS));
+    if (net->gated) {
+        rc = bt_net_gate_dial(peer, &sa, err);
+        if (rc != BT_OK) {
+            drop_new_peer(peer);
+            return rc;
+        }
+    } else {
+        bt_net_peer_call(peer, &sa);
     }
     *ret_peer = peer;
     return BT_OK;
