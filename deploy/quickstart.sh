@@ -83,7 +83,7 @@ start_redis() {
 
 # shellcheck disable=SC2086
 ensure_packages $BUILD_PACKAGES redis-server
-build=$BATON_ROOT/build-release
+build=$ROOT_DIR/build-release
 step "building (first time: a minute or two)" build_tree "$build" --buildtype=release -Dtests=disabled ||
     die "the build failed"
 if [ -z "$model" ]; then

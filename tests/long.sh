@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # What takes hours; called by `tests/run.sh --long` with the folder for results.
-#   BATON_FUZZ_SECONDS  per target (default 600)
+#   BATON_TEST_FUZZ_SECONDS  per target (default 600)
 set -uo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../deploy/lib.sh"
-cd "$BATON_ROOT" || exit 1
+cd "$ROOT_DIR" || exit 1
 results=$1
-seconds=${BATON_FUZZ_SECONDS:-600}
+seconds=${BATON_TEST_FUZZ_SECONDS:-600}
 rc=0
 
 ensure_packages clang libclang-rt-14-dev
@@ -22,7 +22,7 @@ fuzz() {
     local name=$1 work status=0
     work=$(mktemp -d "${TMPDIR:-/tmp}/baton-fuzz.XXXXXX")
     "build-fuzz/tests/fuzz_$name" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 \
-        -artifact_prefix="$BATON_CACHE/fuzz-$name-" "$work" "tests/fuzz/corpus/$name" \
+        -artifact_prefix="$CACHE_DIR/fuzz-$name-" "$work" "tests/fuzz/corpus/$name" \
         >"$work/log" 2>&1 || status=1
     [ $status = 0 ] || tail -n 40 "$work/log"
     record "fuzz-$name" $status
@@ -32,7 +32,7 @@ fuzz() {
 
 if CC=clang step "building the fuzzers" build_tree build-fuzz -Dfuzz=true \
     -Db_sanitize=address,undefined -Db_lundef=false; then
-    mkdir -p "$BATON_CACHE"
+    mkdir -p "$CACHE_DIR"
     for target in build-fuzz/tests/fuzz_*; do
         [ -x "$target" ] && [ -f "$target" ] || continue
         name=${target##*/fuzz_}

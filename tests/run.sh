@@ -29,9 +29,9 @@ while [ $# -gt 0 ]; do
 done
 [ ${#stages[@]} -gt 0 ] || stages=(unit integ asan tsan quickstart)
 
-cd "$BATON_ROOT" || exit 1
+cd "$ROOT_DIR" || exit 1
 results=$(mktemp -d "${TMPDIR:-/tmp}/baton-tests.XXXXXX")
-venv=$BATON_CACHE/venv-tests-$(sha256sum tests/requirements.txt | cut -c1-12)
+venv=$CACHE_DIR/venv-tests-$(sha256sum tests/requirements.txt | cut -c1-12)
 broken=0 # stages that could not even run
 
 make_venv() {
@@ -48,7 +48,7 @@ run_meson() {
     local dir=$1 suites=() s
     shift
     for s in "$@"; do suites+=(--suite "$s"); done
-    BATON_PYTHON=$venv/bin/python \
+    BATON_TEST_PYTHON=$venv/bin/python \
         meson test -C "$dir" --no-rebuild --print-errorlogs --num-processes 2 "${suites[@]}"
     local rc=$?
     cp "$dir/meson-logs/testlog.junit.xml" "$results/$(basename "$dir").xml" || broken=$((broken + 1))
@@ -59,7 +59,7 @@ run_meson() {
 run_pytest() {
     local name=$1 dir=$2
     shift 2
-    BATON_BUILD=$BATON_ROOT/$dir BATON_MODEL=$MODEL_FILE BATON_LONG=$long \
+    BATON_TEST_BUILD=$ROOT_DIR/$dir BATON_TEST_MODEL=$MODEL_FILE BATON_TEST_LONG=$long \
         "$venv/bin/python" -m pytest -q -ra --durations=5 -p no:cacheprovider \
         --junitxml="$results/$name.xml" "$@"
     local rc=$?
@@ -70,7 +70,7 @@ run_pytest() {
 stage_unit() {
     step "building (debug)" build_tree build-debug --buildtype=debugoptimized -Dwerror=true ||
         return 1
-    BATON_MODEL=$MODEL_FILE run_meson build-debug unit ops fuzz lint
+    BATON_TEST_MODEL=$MODEL_FILE run_meson build-debug unit ops fuzz integ lint
 }
 
 stage_integ() {
@@ -84,21 +84,21 @@ sanitized() {
     step "building ($1)" build_tree "build-$1" --buildtype=debugoptimized -Db_sanitize="$2" \
         -Db_lundef=false || return 1
     local rc=0
-    BATON_MODEL=$MODEL_FILE run_meson "build-$1" unit ops fuzz || rc=1
+    BATON_TEST_MODEL=$MODEL_FILE run_meson "build-$1" unit ops fuzz || rc=1
     run_pytest "integ-$1" "build-$1" -m sanitize tests/integ || rc=1
     return $rc
 }
 
 stage_asan() {
     ASAN_OPTIONS=detect_leaks=1:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-        LSAN_OPTIONS=suppressions=$BATON_ROOT/tests/data/lsan.supp:print_suppressions=0 \
+        LSAN_OPTIONS=suppressions=$ROOT_DIR/tests/data/lsan.supp:print_suppressions=0 \
         sanitized asan address,undefined
 }
 
 stage_tsan() {
     # UCX's memory hooks run in a thread's exit, when the sanitizer has already let go of it.
     UCX_MEM_EVENTS=n \
-        TSAN_OPTIONS=suppressions=$BATON_ROOT/tests/data/tsan.supp:halt_on_error=1 \
+        TSAN_OPTIONS=suppressions=$ROOT_DIR/tests/data/tsan.supp:halt_on_error=1 \
         sanitized tsan thread
 }
 

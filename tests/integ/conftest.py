@@ -67,7 +67,7 @@ def cluster(models, request):
 
 @pytest.fixture(scope="session")
 def real_model():
-    path = os.environ.get("BATON_MODEL", "")
+    path = os.environ.get("BATON_TEST_MODEL", "")
     if not os.path.exists(path):
-        pytest.skip("BATON_MODEL names no model")
+        pytest.skip("BATON_TEST_MODEL names no model")
     return path

@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-BUILD = pathlib.Path(os.environ.get("BATON_BUILD", ROOT / "build"))
+BUILD = pathlib.Path(os.environ.get("BATON_TEST_BUILD", ROOT / "build"))
 WAIT = 60  # for things that must happen; never waited for in full
 
 

@@ -19,7 +19,7 @@ SEED = int(os.environ.get("BATON_SEED", "20240607"))
 
 
 # Strings for each of the twelve differential cases.
-N_STRINGS = 18000 if os.environ.get("BATON_LONG") == "1" else 1600
+N_STRINGS = 18000 if os.environ.get("BATON_TEST_LONG") == "1" else 1600
 
 
 def compare(strings, ours, theirs):
@@ -36,7 +36,7 @@ def reference_ids(tok, strings, special):
 def gguf():
     path = tok_ref.model_path()
     if path is None:
-        pytest.skip("the quickstart model is not here: set BATON_MODEL or run deploy/quickstart.sh")
+        pytest.skip("the quickstart model is not here: set BATON_TEST_MODEL or run deploy/quickstart.sh")
     return path, tok_ref.gguf_metadata(path)
 
 

@@ -6,7 +6,7 @@ import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-BUILD = pathlib.Path(os.environ.get("BATON_BUILD", ROOT / "build"))
+BUILD = pathlib.Path(os.environ.get("BATON_TEST_BUILD", ROOT / "build"))
 
 _pool = descriptor_pool.DescriptorPool()
 _set = descriptor_pb2.FileDescriptorSet.FromString((BUILD / "proto/baton.protoset").read_bytes())

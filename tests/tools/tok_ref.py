@@ -31,7 +31,7 @@ def model_path():
     """The quickstart model, None if it is not on this machine."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     default = os.path.join(cache, "baton/models/SmolLM2-135M-Instruct.Q4_1.gguf")
-    path = pathlib.Path(os.environ.get("BATON_MODEL", default))
+    path = pathlib.Path(os.environ.get("BATON_TEST_MODEL", default))
     return path if path.is_file() else None
 
 
@@ -119,10 +119,10 @@ class Strings:
 
 
 def build_folder():
-    for name in (os.environ.get("BATON_BUILD"), "build-debug", "build"):
+    for name in (os.environ.get("BATON_TEST_BUILD"), "build-debug", "build"):
         if name and (ROOT / name / "tests/tok_dump").is_file():
             return ROOT / name
-    raise FileNotFoundError("tests/tok_dump is not built; set BATON_BUILD")
+    raise FileNotFoundError("tests/tok_dump is not built; set BATON_TEST_BUILD")
 
 
 def tok_dump(what, records, model, *more):

@@ -1,5 +1,5 @@
-/* The quickstart model, SmolLM2-135M-Instruct as GGUF: BATON_MODEL, or the cache folder. Without
- * the file every test is skipped and says so. */
+/* The quickstart model, SmolLM2-135M-Instruct as GGUF: BATON_TEST_MODEL, or the cache folder.
+ * Without the file every test is skipped and says so. */
 #include "common/file/model.h"
 
 #include <math.h>
@@ -14,7 +14,7 @@ static struct bt_model_file *mf;
 static const char *model_path(void)
 {
     static char path[4096];
-    const char *env = getenv("BATON_MODEL"), *xdg = getenv("XDG_CACHE_HOME");
+    const char *env = getenv("BATON_TEST_MODEL"), *xdg = getenv("XDG_CACHE_HOME");
 
     if (env && env[0]) {
         return env;
@@ -34,7 +34,7 @@ static int setup(void **state)
     const char *path = model_path();
 
     if (access(path, R_OK) != 0) {
-        fprintf(stderr, "SKIPPED: no model at %s (set BATON_MODEL)\n", path);
+        fprintf(stderr, "SKIPPED: no model at %s (set BATON_TEST_MODEL)\n", path);
         return 0;
     }
     if (bt_model_open(path, &mf, &err) != BT_OK) {

@@ -135,11 +135,11 @@ static inline int32_t run_argmax(const float *logits, int n)
     return best;
 }
 
-/* The small real model: $BATON_MODEL or the file quickstart fetches. NULL and a line on stderr if
- * absent or if this build is too slow for it. The caller closes it. */
+/* The small real model: $BATON_TEST_MODEL or the file quickstart fetches. NULL and a line on stderr
+ * if absent or if this build is too slow for it. The caller closes it. */
 static inline struct bt_model_file *run_real_model(void)
 {
-    const char *path = getenv("BATON_MODEL"), *cache = getenv("XDG_CACHE_HOME");
+    const char *path = getenv("BATON_TEST_MODEL"), *cache = getenv("XDG_CACHE_HOME");
     const char *home = getenv("HOME");
     struct bt_model_file *mf;
     struct bt_err err = {0};
@@ -155,7 +155,7 @@ static inline struct bt_model_file *run_real_model(void)
         path = buf;
     }
     if (bt_model_open(path, &mf, &err) < 0) {
-        fprintf(stderr, "SKIPPED: no model at %s (%s); set BATON_MODEL\n", path, err.msg);
+        fprintf(stderr, "SKIPPED: no model at %s (%s); set BATON_TEST_MODEL\n", path, err.msg);
         return NULL;
     }
     return mf;

@@ -16,7 +16,7 @@ extern char **environ;
 
 static const char *python(void)
 {
-    const char *p = getenv("BATON_PYTHON");
+    const char *p = getenv("BATON_TEST_PYTHON");
 
     return p ? p : "python3";
 }
@@ -45,7 +45,7 @@ bool tiny_available(void)
     if (run_python(argv) == 0) {
         return true;
     }
-    fprintf(stderr, "SKIPPED: %s has no numpy; set BATON_PYTHON\n", python());
+    fprintf(stderr, "SKIPPED: %s has no numpy; set BATON_TEST_PYTHON\n", python());
     return false;
 }
 

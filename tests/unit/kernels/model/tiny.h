@@ -1,6 +1,6 @@
 /* Tiny models made by tests/tools/mkmodel.py for one test run.
  *
- * Needs a Python with numpy: $BATON_PYTHON (tests/run.sh sets it), else python3. */
+ * Needs a Python with numpy: $BATON_TEST_PYTHON (tests/run.sh sets it), else python3. */
 #ifndef BT_TESTS_KERNELS_MODEL_TINY_H
 #define BT_TESTS_KERNELS_MODEL_TINY_H
 
