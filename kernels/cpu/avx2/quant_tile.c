@@ -25,15 +25,10 @@ KN_INLINE __m256i load32(const char *p)
     return _mm256_loadu_si256((const __m256i *)p);
 }
 
-/* Integer dot products of a block for n rows and 8 outputs. */
-KN_INLINE void block_dots(const struct kn_tile_job *j,
-                          enum bt_dtype t,
-                          const int8_t *q,
-                          const char *w,
-                          int n,
-                          __m256i *dot)
+/* Integer dot products of a block for rows in .. in + n of the group and 8 outputs. */
+KN_INLINE void
+block_dots(enum bt_dtype t, const struct kn_acts *a, int in, const char *w, int n, __m256i *dot)
 {
-    size_t k = (size_t)j->k;
     __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
 
 #pragma GCC unroll 4
@@ -47,7 +42,7 @@ KN_INLINE void block_dots(const struct kn_tile_job *j,
 
 #pragma GCC unroll 4
             for (int r = 0; r < n; r++) {
-                __m256i x = _mm256_sign_epi8(bytes4(q + (size_t)r * k + 4 * i), v);
+                __m256i x = _mm256_sign_epi8(bytes4(a->q[in + r] + 4 * i), v);
                 __m256i p = _mm256_madd_epi16(_mm256_maddubs_epi16(mag, x), ones);
 
                 dot[r] = _mm256_add_epi32(dot[r], p);
@@ -62,7 +57,7 @@ KN_INLINE void block_dots(const struct kn_tile_job *j,
 
 #pragma GCC unroll 4
         for (int r = 0; r < n; r++) {
-            const int8_t *x = q + (size_t)r * k + 4 * i;
+            const int8_t *x = a->q[in + r] + 4 * i;
             __m256i p = _mm256_maddubs_epi16(lo, bytes4(x));
 
             p = _mm256_add_epi16(p, _mm256_maddubs_epi16(hi, bytes4(x + 16)));
@@ -75,42 +70,41 @@ KN_INLINE void block_dots(const struct kn_tile_job *j,
     }
 }
 
-/* n (constant after inlining) rows by 8 outputs of the tile; w and scales point at the half. */
-KN_INLINE void
-half_tile(const struct kn_tile_job *j, enum bt_dtype t, int row, int n, int half, __m256 *ret)
+/* Rows in .. in + n (constant after inlining) of the group at `row` by 8 outputs of the tile. */
+KN_INLINE void half_tile(
+    const struct kn_tile_job *j, enum bt_dtype t, int row, int in, int n, int half, __m256 *ret)
 {
-    size_t k = (size_t)j->k, blocks = k / KN_QBLOCK, first = (size_t)row * blocks;
+    size_t blocks = (size_t)j->k / KN_QBLOCK;
     const char *w = j->tile + 32 * half;
     const char *scales = j->tile + blocks * kn_tile_quant_bytes(t) + 16 * half;
-    const int8_t *q = j->q + (size_t)row * k;
+    const struct kn_acts *x = j->acts + (size_t)(row / KN_GROUP) * blocks;
     __m256 acc[MAX_ROWS];
 
 #pragma GCC unroll 4
     for (int r = 0; r < n; r++) {
         acc[r] = _mm256_setzero_ps();
     }
-    for (size_t b = 0; b < blocks; b++) {
+    for (size_t b = 0; b < blocks; b++, x++) {
         __m256i dot[MAX_ROWS];
         __m256 d, m = _mm256_setzero_ps();
 
-        block_dots(j, t, q + b * KN_QBLOCK, w, n, dot);
+        block_dots(t, x, in, w, n, dot);
         d = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales));
         if (t == BT_DTYPE_Q4_1) {
             m = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(scales + 32)));
         }
 #pragma GCC unroll 4
         for (int r = 0; r < n; r++) {
-            size_t at = first + (size_t)r * blocks + b;
-            __m256i x = dot[r];
+            __m256i i = dot[r];
             __m256 s;
 
             if (t == BT_DTYPE_Q4_0) {
-                x = _mm256_add_epi32(x, _mm256_set1_epi32(-8 * j->sum[at]));
+                i = _mm256_add_epi32(i, _mm256_set1_epi32(-8 * x->sum[in + r]));
             }
-            s = _mm256_mul_ps(_mm256_cvtepi32_ps(x), _mm256_set1_ps(j->scale[at]));
+            s = _mm256_mul_ps(_mm256_cvtepi32_ps(i), _mm256_set1_ps(x->scale[in + r]));
             acc[r] = _mm256_fmadd_ps(s, d, acc[r]);
             if (t == BT_DTYPE_Q4_1) {
-                acc[r] = _mm256_fmadd_ps(_mm256_set1_ps(j->ssum[at]), m, acc[r]);
+                acc[r] = _mm256_fmadd_ps(_mm256_set1_ps(x->ssum[in + r]), m, acc[r]);
             }
         }
         w += kn_tile_quant_bytes(t);
@@ -122,15 +116,15 @@ half_tile(const struct kn_tile_job *j, enum bt_dtype t, int row, int n, int half
     }
 }
 
-KN_INLINE void rows_by_tile(const struct kn_tile_job *j, enum bt_dtype t, int row, int n)
+KN_INLINE void rows_by_tile(const struct kn_tile_job *j, enum bt_dtype t, int row, int in, int n)
 {
     __m256 lo[MAX_ROWS], hi[MAX_ROWS];
 
-    half_tile(j, t, row, n, 0, lo);
-    half_tile(j, t, row, n, 1, hi);
+    half_tile(j, t, row, in, n, 0, lo);
+    half_tile(j, t, row, in, n, 1, hi);
 #pragma GCC unroll 4
     for (int r = 0; r < n; r++) {
-        kn_tile_finish(j, row + r, (v16){lo[r], hi[r]});
+        kn_tile_finish(j, row + in + r, (v16){lo[r], hi[r]});
     }
 }
 
@@ -139,10 +133,10 @@ KN_INLINE void tile_of(const struct kn_tile_job *j, enum bt_dtype t)
     int row = 0;
 
     for (; row + 4 <= j->n_rows; row += 4) {
-        rows_by_tile(j, t, row, 4);
+        rows_by_tile(j, t, row - row % KN_GROUP, row % KN_GROUP, 4);
     }
     for (; row < j->n_rows; row++) {
-        rows_by_tile(j, t, row, 1);
+        rows_by_tile(j, t, row - row % KN_GROUP, row % KN_GROUP, 1);
     }
 }
 

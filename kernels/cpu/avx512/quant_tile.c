@@ -10,8 +10,6 @@
 #include "kernels/cpu/pack.h"
 #include "kernels/cpu/vec/vec.h"
 
-#define MAX_ROWS 12
-
 KN_INLINE __m512i dot4(__m512i acc, __m512i w, const int8_t *q)
 {
     int32_t x;
@@ -20,15 +18,10 @@ KN_INLINE __m512i dot4(__m512i acc, __m512i w, const int8_t *q)
     return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x));
 }
 
-/* Integer dot products of block b for n rows. */
-KN_INLINE void block_dots(const struct kn_tile_job *j,
-                          enum bt_dtype t,
-                          const int8_t *q,
-                          const char *w,
-                          int n,
-                          __m512i *dot)
+/* Integer dot products of a block for rows in .. in + n of the group. */
+KN_INLINE void
+block_dots(enum bt_dtype t, const struct kn_acts *x, int in, const char *w, int n, __m512i *dot)
 {
-    size_t k = (size_t)j->k;
     __m512i low = _mm512_set1_epi8(15);
 
     if (t == BT_DTYPE_Q8_0) {
@@ -38,7 +31,7 @@ KN_INLINE void block_dots(const struct kn_tile_job *j,
 
 #pragma GCC unroll 12
             for (int r = 0; r < n; r++) {
-                dot[r] = dot4(dot[r], v, q + (size_t)r * k + 4 * i);
+                dot[r] = dot4(dot[r], v, x->q[in + r] + 4 * i);
             }
         }
         return;
@@ -51,52 +44,50 @@ KN_INLINE void block_dots(const struct kn_tile_job *j,
 
 #pragma GCC unroll 12
         for (int r = 0; r < n; r++) {
-            dot[r] = dot4(dot[r], lo, q + (size_t)r * k + 4 * i);
+            dot[r] = dot4(dot[r], lo, x->q[in + r] + 4 * i);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < n; r++) {
-            dot[r] = dot4(dot[r], hi, q + (size_t)r * k + 16 + 4 * i);
+            dot[r] = dot4(dot[r], hi, x->q[in + r] + 16 + 4 * i);
         }
     }
 }
 
-/* n (constant after inlining) rows from `row` on. */
-KN_INLINE void rows_by_tile(const struct kn_tile_job *j, enum bt_dtype t, int row, int n)
+/* Rows in .. in + n of the group that begins at row `row`; n is constant after inlining. */
+KN_INLINE void rows_by_tile(const struct kn_tile_job *j, enum bt_dtype t, int row, int in, int n)
 {
-    size_t k = (size_t)j->k, blocks = k / KN_QBLOCK, first = (size_t)row * blocks;
+    size_t blocks = (size_t)j->k / KN_QBLOCK;
     const char *w = j->tile, *scales = w + blocks * kn_tile_quant_bytes(t);
-    const int8_t *q = j->q + (size_t)row * k;
-    __m512 acc[MAX_ROWS];
+    const struct kn_acts *x = j->acts + (size_t)(row / KN_GROUP) * blocks;
+    __m512 acc[KN_GROUP];
 
 #pragma GCC unroll 12
     for (int r = 0; r < n; r++) {
         acc[r] = _mm512_setzero_ps();
     }
-    for (size_t b = 0; b < blocks; b++) {
-        __m512i dot[MAX_ROWS];
+    for (size_t b = 0; b < blocks; b++, x++) {
+        __m512i dot[KN_GROUP];
         __m512 d, m = _mm512_setzero_ps();
 
 #pragma GCC unroll 12
         for (int r = 0; r < n; r++) {
-            int32_t sum = j->sum[first + (size_t)r * blocks + b];
-
-            dot[r] = _mm512_set1_epi32(t == BT_DTYPE_Q8_0   ? -128 * sum
-                                       : t == BT_DTYPE_Q4_0 ? -8 * sum
-                                                            : 0);
+            dot[r] = t == BT_DTYPE_Q4_1 ? _mm512_setzero_si512()
+                                        : _mm512_slli_epi32(_mm512_set1_epi32(-x->sum[in + r]),
+                                                            t == BT_DTYPE_Q8_0 ? 7 : 3);
         }
-        block_dots(j, t, q + b * KN_QBLOCK, w, n, dot);
+        block_dots(t, x, in, w, n, dot);
         d = v16_load_f16((const uint16_t *)scales);
         if (t == BT_DTYPE_Q4_1) {
             m = v16_load_f16((const uint16_t *)scales + KN_TILE);
         }
 #pragma GCC unroll 12
         for (int r = 0; r < n; r++) {
-            size_t at = first + (size_t)r * blocks + b;
-            __m512 s = _mm512_mul_ps(_mm512_cvtepi32_ps(dot[r]), _mm512_set1_ps(j->scale[at]));
+            __m512 s = _mm512_cvtepi32_ps(dot[r]);
 
+            s = _mm512_mul_ps(s, _mm512_set1_ps(x->scale[in + r]));
             acc[r] = _mm512_fmadd_ps(s, d, acc[r]);
             if (t == BT_DTYPE_Q4_1) {
-                acc[r] = _mm512_fmadd_ps(_mm512_set1_ps(j->ssum[at]), m, acc[r]);
+                acc[r] = _mm512_fmadd_ps(_mm512_set1_ps(x->ssum[in + r]), m, acc[r]);
             }
         }
         w += kn_tile_quant_bytes(t);
@@ -104,68 +95,42 @@ KN_INLINE void rows_by_tile(const struct kn_tile_job *j, enum bt_dtype t, int ro
     }
 #pragma GCC unroll 12
     for (int r = 0; r < n; r++) {
-        kn_tile_finish(j, row + r, acc[r]);
+        kn_tile_finish(j, row + in + r, acc[r]);
     }
 }
-
-/* One function for each number of rows, so that accumulators stay in registers. */
-#define ROWS_FN(n)                                                                                 \
-    KN_INLINE void rows_##n(const struct kn_tile_job *j, enum bt_dtype t, int row)                 \
-    {                                                                                              \
-        rows_by_tile(j, t, row, n);                                                                \
-    }
-ROWS_FN(1)
-ROWS_FN(2)
-ROWS_FN(4)
-ROWS_FN(8)
-ROWS_FN(12)
 
 KN_INLINE void tile_of(const struct kn_tile_job *j, enum bt_dtype t)
 {
-    int row = 0, n = j->n_rows;
+    int row = 0, in = 0, left;
 
-    for (; row + 12 <= n; row += 12) {
-        rows_12(j, t, row);
+    for (; row + KN_GROUP <= j->n_rows; row += KN_GROUP) {
+        rows_by_tile(j, t, row, 0, KN_GROUP);
     }
-    if (row + 8 <= n) {
-        rows_8(j, t, row);
-        row += 8;
+    left = j->n_rows - row;
+    if (left >= 8) {
+        rows_by_tile(j, t, row, 0, 8);
+        in = 8;
     }
-    if (row + 4 <= n) {
-        rows_4(j, t, row);
-        row += 4;
+    if (left - in >= 4) {
+        rows_by_tile(j, t, row, in, 4);
+        in += 4;
     }
-    if (row + 2 <= n) {
-        rows_2(j, t, row);
-        row += 2;
+    if (left - in >= 2) {
+        rows_by_tile(j, t, row, in, 2);
+        in += 2;
     }
-    if (row < n) {
-        rows_1(j, t, row);
+    if (left - in >= 1) {
+        rows_by_tile(j, t, row, in, 1);
     }
-}
-
-static void tile_q8_0(const struct kn_tile_job *j)
-{
-    tile_of(j, BT_DTYPE_Q8_0);
-}
-
-static void tile_q4_0(const struct kn_tile_job *j)
-{
-    tile_of(j, BT_DTYPE_Q4_0);
-}
-
-static void tile_q4_1(const struct kn_tile_job *j)
-{
-    tile_of(j, BT_DTYPE_Q4_1);
 }
 
 void KN_V(quant_tile)(const struct kn_tile_job *j)
 {
     if (j->dtype == BT_DTYPE_Q8_0) {
-        tile_q8_0(j);
+        tile_of(j, BT_DTYPE_Q8_0);
     } else if (j->dtype == BT_DTYPE_Q4_0) {
-        tile_q4_0(j);
+        tile_of(j, BT_DTYPE_Q4_0);
     } else {
-        tile_q4_1(j);
+        tile_of(j, BT_DTYPE_Q4_1);
     }
 }

@@ -19,17 +19,10 @@
 #define FLOAT_ROWS 4
 #endif
 
-/* Quantized activations in the stream's scratch. */
-struct acts {
-    int8_t *q;
-    float *scale, *ssum;
-    int32_t *sum;
-};
-
 struct job {
     const struct kn_matmul_args *a;
-    struct acts acts;
-    int n_tiles; /* all parts */
+    struct kn_acts *acts; /* [groups][k/32], in the stream's scratch */
+    int n_tiles;          /* all parts */
     int per_item;
     int rows_per_item; /* of the quantizing pass */
 };
@@ -39,51 +32,34 @@ static bool is_quant(enum bt_dtype t)
     return t == BT_DTYPE_Q8_0 || t == BT_DTYPE_Q4_0 || t == BT_DTYPE_Q4_1;
 }
 
-static struct acts lay_acts(const struct kn_stream *s, size_t rows, size_t k)
+static void quantize_row(struct kn_acts *x, int in, const float *src, size_t blocks)
 {
-    size_t blocks = k / KN_QBLOCK;
-    char *p = s->scratch;
-    struct acts x = {.q = (int8_t *)p};
-
-    BT_BUG_ON(kn_scratch_bytes(rows, k) > s->scratch_bytes);
-    p += (rows * k + 63) / 64 * 64;
-    x.scale = (float *)p;
-    p += (rows * blocks * sizeof(float) + 63) / 64 * 64;
-    x.ssum = (float *)p;
-    p += (rows * blocks * sizeof(float) + 63) / 64 * 64;
-    x.sum = (int32_t *)p;
-    return x;
-}
-
-static void quantize_row(const struct acts *x, size_t row, const float *src, size_t k)
-{
-    size_t blocks = k / KN_QBLOCK;
-    int8_t *q = x->q + row * k;
-
-    for (size_t b = 0; b < blocks; b++, src += KN_QBLOCK, q += KN_QBLOCK) {
+    for (size_t b = 0; b < blocks; b++, src += KN_QBLOCK, x++) {
         v16 u = v16_load(src), v = v16_load(src + 16);
         float max = v16_hmax(v16_max(v16_abs(u), v16_abs(v)));
         v16 inv = v16_set1(max > KN_QUANT_TINY ? 127 / max : 0);
-        int32_t sum = 0;
+        float sum; /* exact: small integers */
 
-        v16_store_i8(q, v16_mul(u, inv));
-        v16_store_i8(q + 16, v16_mul(v, inv));
-        for (int i = 0; i < KN_QBLOCK; i++) {
-            sum += q[i];
-        }
-        x->scale[row * blocks + b] = max / 127;
-        x->ssum[row * blocks + b] = max / 127 * (float)sum;
-        x->sum[row * blocks + b] = sum;
+        u = v16_round(v16_mul(u, inv));
+        v = v16_round(v16_mul(v, inv));
+        sum = v16_sum(v16_add(u, v));
+        v16_store_i8(x->q[in], u);
+        v16_store_i8(x->q[in] + 16, v);
+        x->scale[in] = max / 127;
+        x->ssum[in] = max / 127 * sum;
+        x->sum[in] = (int32_t)sum;
     }
 }
 
 static void quantize_item(void *arg, int item, int member)
 {
     const struct job *j = arg;
+    size_t blocks = (size_t)j->a->w->k / KN_QBLOCK;
     int t1 = BT_MIN((item + 1) * j->rows_per_item, j->a->n_rows);
 
     for (int t = item * j->rows_per_item; t < t1; t++) {
-        quantize_row(&j->acts, (size_t)t, j->a->x + (size_t)t * j->a->x_stride, (size_t)j->a->w->k);
+        quantize_row(j->acts + (size_t)(t / KN_GROUP) * blocks, t % KN_GROUP,
+                     j->a->x + (size_t)t * j->a->x_stride, blocks);
     }
 }
 
@@ -91,7 +67,8 @@ static void quantize(struct kn_stream *s, struct job *j)
 {
     int k = j->a->w->k, n_items;
 
-    j->acts = lay_acts(s, (size_t)j->a->n_rows, (size_t)k);
+    BT_BUG_ON(kn_scratch_bytes((size_t)j->a->n_rows, (size_t)k) > s->scratch_bytes);
+    j->acts = s->scratch;
     j->rows_per_item = BT_MAX(1, QUANT_WORK / k);
     n_items = (int)BT_DIV_UP(j->a->n_rows, j->rows_per_item);
     kn_team_run(s->team, n_items, quantize_item, j);
@@ -163,7 +140,7 @@ static void do_tile(const struct job *j, int tile, int t0, int t1)
 {
     const struct kn_matmul_args *a = j->a;
     const struct kn_weight_part *p = a->w->part;
-    size_t k = (size_t)a->w->k, blocks = k / KN_QBLOCK, row = (size_t)t0;
+    size_t k = (size_t)a->w->k, row = (size_t)t0;
     int n0 = 0, tiles;
     struct kn_tile_job tj;
 
@@ -188,10 +165,7 @@ static void do_tile(const struct job *j, int tile, int t0, int t1)
         float_tile(&tj);
         return;
     }
-    tj.q = j->acts.q + row * k;
-    tj.scale = j->acts.scale + row * blocks;
-    tj.ssum = j->acts.ssum + row * blocks;
-    tj.sum = j->acts.sum + row * blocks;
+    tj.acts = j->acts + row / KN_GROUP * (k / KN_QBLOCK); /* t0 is a multiple of the group */
     KN_V(quant_tile)(&tj);
 }
 
@@ -199,7 +173,7 @@ static void matmul_item(void *arg, int item, int member)
 {
     const struct job *j = arg;
     int tile0 = item * j->per_item, tile1 = BT_MIN(tile0 + j->per_item, j->n_tiles);
-    int step = BT_MAX(48, ROWS_BYTES / j->a->w->k / 48 * 48);
+    int step = BT_MAX(4 * KN_GROUP, ROWS_BYTES / j->a->w->k / KN_GROUP * KN_GROUP);
 
     for (int t = 0; t < j->a->n_rows; t += step) {
         int t1 = BT_MIN(t + step, j->a->n_rows);

@@ -13,6 +13,18 @@ void KN_V(kv_write)(struct kn_stream *stream, const struct kn_kv_write_args *a);
 void KN_V(attention)(struct kn_stream *stream, const struct kn_attention_args *a);
 void KN_V(swiglu)(struct kn_stream *stream, const struct kn_swiglu_args *a);
 
+/* Quantized activations: one block of 32 inputs of KN_GROUP neighbouring rows. All that a kernel
+ * needs beside the tile comes from one pointer at fixed offsets. */
+#define KN_GROUP 12
+struct kn_acts {
+    int8_t q[KN_GROUP][32];
+    float scale[KN_GROUP]; /* value = scale * q */
+    float ssum[KN_GROUP];  /* scale * sum of q */
+    int32_t sum[KN_GROUP]; /* sum of q */
+    char pad[48];
+};
+_Static_assert(sizeof(struct kn_acts) == KN_ACTS_BYTES, "see kn_scratch_bytes");
+
 /* Rows of activations by one tile of 16 outputs (kernels/cpu/pack.h). */
 struct kn_tile_job {
     enum bt_dtype dtype;
@@ -22,11 +34,8 @@ struct kn_tile_job {
     /* Float weights. */
     const float *x; /* [n_rows, k] */
     size_t x_stride;
-    /* Quantized weights: activations in blocks of 32, [n_rows, k/32] of each. */
-    const int8_t *q;    /* [n_rows, k] */
-    const float *scale; /* value = scale * q */
-    const float *ssum;  /* scale * sum of q */
-    const int32_t *sum; /* sum of q */
+    /* Quantized weights. */
+    const struct kn_acts *acts; /* of row 0, which is the first of its group: [groups][k/32] */
     /* Output. */
     const float *bias; /* NULL or [n_cols] */
     int n_cols;        /* 1..16 that exist */
