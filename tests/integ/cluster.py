@@ -16,6 +16,11 @@ SANITIZED = any(k in os.environ for k in ("ASAN_OPTIONS", "TSAN_OPTIONS"))
 SLOW = 4 if SANITIZED else 1  # how much longer everything may take
 
 
+def clean_env():
+    """Without BATON_ names: to our binaries they are configuration."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("BATON_")}
+
+
 def eventually(predicate, timeout=10, what="condition"):
     """Waits until predicate() is true and returns its value."""
     end = time.monotonic() + timeout * SLOW
@@ -45,7 +50,8 @@ class Proc:
 
     def start(self):
         with open(self.log, "ab") as log:
-            self.p = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self.p = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                      env=clean_env())
         self.killed = self.asked = False
 
     def wait_ready(self):

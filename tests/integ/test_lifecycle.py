@@ -8,7 +8,7 @@ import time
 import grpc
 import pytest
 
-from cluster import SLOW, eventually
+from cluster import SLOW, clean_env, eventually
 from wire import BUILD, DIRECT, LENGTH, Answer, request
 
 PROMPT = [7, 8, 9] * 10
@@ -157,7 +157,8 @@ def test_seeds_without_redis(cluster):
 
 
 def run(*args, binary="baton-decode"):
-    return subprocess.run([BUILD / binary, *args], capture_output=True, text=True, timeout=30 * SLOW)
+    return subprocess.run([BUILD / binary, *args], capture_output=True, text=True, timeout=30 * SLOW,
+                          env=clean_env())
 
 
 def test_refusals_to_start(models, tmp_path):

@@ -1,0 +1,44 @@
+"""batonctl against a real cluster and against none."""
+import subprocess
+
+from wire import BUILD
+
+
+def ctl(*args):
+    return subprocess.run([BUILD / "batonctl", *args], capture_output=True, text=True, timeout=60)
+
+
+def test_generate_and_status(cluster):
+    c = cluster()
+    at = ["--router", c.procs["router"].address]
+    out = ctl("generate", *at, "--prompt", "The lamp keeper", "--max-tokens", "6")
+    assert out.returncode == 0, out.stderr
+    want = c.client.generate("The lamp keeper", max_tokens=6, skip_special=True).text.decode()
+    assert out.stdout == want + "\n" and out.stderr == ""
+    out = ctl("generate", *at, "--chat", "--prompt", "hello", "--max-tokens", "6")
+    want = c.client.generate(chat=[("user", "hello")], max_tokens=6, skip_special=True).text.decode()
+    assert out.returncode == 0 and out.stdout == want + "\n"
+    out = ctl("status", *at)
+    assert out.returncode == 0
+    for word in ("prefill-0", "decode-0", "ready", "live", c.client.model().digest[:16]):
+        assert word in out.stdout, out.stdout
+
+
+def test_errors(cluster):
+    c = cluster(prefill=0, decode=0, router_args=["--route.wait=0"])
+    at = ["--router", c.procs["router"].address]
+    out = ctl("generate", *at, "--prompt", "x")
+    assert out.returncode == 1 and "UNAVAILABLE" in out.stderr and "decode" in out.stderr
+    out = ctl("generate", *at, "--prompt", "")
+    assert out.returncode == 1 and "INVALID_ARGUMENT" in out.stderr
+    out = ctl("status", "--router", "127.0.0.1:1")
+    assert out.returncode == 1 and "UNAVAILABLE" in out.stderr
+
+
+def test_usage():
+    assert ctl("--help").returncode == 0
+    assert "0." in ctl("--version").stdout
+    for args in ([], ["fly"], ["generate"], ["generate", "--prompt"], ["status", "--colour"],
+                 ["generate", "--prompt", "x", "--max-tokens", "many"]):
+        out = ctl(*args)
+        assert out.returncode == 2 and "usage" in out.stderr, args
