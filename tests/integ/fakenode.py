@@ -115,4 +115,4 @@ class FakeNode:
     def stop(self):
         for s in self.sessions:
             s.close()
-        self.server.stop(0.2)
+        self.server.stop(0.2).wait()

@@ -14,8 +14,13 @@ for _file in _set.file:
     _pool.Add(_file)
 
 
+# Made once: threads share them.
+_classes = {name: message_factory.GetMessageClass(m) for f in _set.file
+            for name, m in _pool.FindFileByName(f.name).message_types_by_name.items()}
+
+
 def cls(name):
-    return message_factory.GetMessageClass(_pool.FindMessageTypeByName("baton.v1." + name))
+    return _classes[name]
 
 
 GenerateRequest = cls("GenerateRequest")
