@@ -20,7 +20,9 @@
 #define KV_PIECE_BYTES         (512u << 10) /* longest piece that is read or put */
 #define KV_DATA_PIECE_BYTES    (256u << 10) /* longest piece that travels in a message */
 #define KV_MAX_WAITING_TICKETS 4096
-#define KV_REASK_NS            (1 * BT_NS_PER_S)
+#define KV_TOMBS               512 /* ended sends that are remembered, so that a late ticket is refused at once \
+                                    */
+#define KV_REASK_NS (1 * BT_NS_PER_S)
 
 /* An object that has work for the pump: `run` does some, takes what it used off the budget and
  * returns true if there is more to do at once. */
@@ -164,6 +166,12 @@ struct kv_ticket {
     char key[WIRE_HANDOFF_MAX_KEY];
 };
 
+struct kv_tomb {
+    struct kv_handoff_id id;
+    int rc;
+    uint64_t until_ns; /* 0 = empty */
+};
+
 /* A finished recv whose ACK the other side has not confirmed. */
 struct kv_confirm {
     struct bt_list link; /* kv_handoff.confirms, oldest first */
@@ -199,7 +207,8 @@ struct kv_handoff {
     struct bt_str key;
     bool ready, stopping;
     struct bt_list peers, tickets, confirms, ready_list, ended;
-    uint32_t n_tickets, next_ticket;
+    struct kv_tomb tombs[KV_TOMBS]; /* a ring */
+    uint32_t n_tickets, next_ticket, next_tomb;
     struct bt_net_timer pump_timer, end_timer, ticket_timer, confirm_timer;
     struct bt_msg start_msg, stop_msg;
 };

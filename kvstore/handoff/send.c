@@ -57,12 +57,79 @@ static void unbind(struct kv_send *s)
     s->d_pages = NULL;
 }
 
+/* ---- tickets that wait, and ends that are remembered ---- */
+
+void kv_ticket_free(struct kv_ticket *t)
+{
+    free(t->d_pages);
+    free(t);
+}
+
+static void say_no(struct kv_peer *p, const struct kv_ticket *t, int rc, const char *text)
+{
+    struct wire_handoff m = {
+        .type = WIRE_HANDOFF_NO,
+        .id_hi = t->id.hi,
+        .id_lo = t->id.lo,
+        .ticket = t->ticket,
+        .rc = rc,
+        .text = bt_str_of(text),
+    };
+
+    kv_peer_send(p, &m, (struct bt_str){0});
+}
+
+static void drop_ticket(struct kv_handoff *h, struct kv_ticket *t)
+{
+    bt_list_remove(&t->link);
+    h->n_tickets--;
+}
+
+static void refuse_ended(struct kv_ticket *t, int rc)
+{
+    char text[96];
+
+    snprintf(text, sizeof(text), "the prefill node has ended this handoff: %s", bt_rc_text(rc));
+    say_no(t->peer, t, rc == BT_OK ? BT_E_NOT_FOUND : rc, text);
+    kv_ticket_free(t);
+}
+
+static const struct kv_tomb *find_tomb(const struct kv_handoff *h, struct kv_handoff_id id)
+{
+    uint64_t now = bt_now_ns();
+
+    for (uint32_t i = 0; i < KV_TOMBS; i++) {
+        if (h->tombs[i].until_ns > now && kv_id_eq(h->tombs[i].id, id)) {
+            return &h->tombs[i];
+        }
+    }
+    return NULL;
+}
+
+/* Remembers how it ended, and tells the tickets that wait for it. */
+static void bury(struct kv_send *s, int rc)
+{
+    struct kv_handoff *h = s->end.h;
+
+    h->tombs[h->next_tomb++ % KV_TOMBS] =
+        (struct kv_tomb){s->end.id, rc, bt_deadline_ns(h->cfg.lease_ns)};
+    bt_list_for_each_safe (it, &h->tickets) {
+        struct kv_ticket *t = BT_LIST_ENTRY(it, struct kv_ticket, link);
+
+        if (kv_id_eq(t->id, s->end.id)) {
+            drop_ticket(h, t);
+            refuse_ended(t, rc);
+        }
+    }
+}
+
 static void finish(struct kv_send *s, int rc, const char *msg)
 {
     BT_BUG_ON(s->n_ops != 0);
     bt_net_timer_stop(&s->timer);
     unbind(s);
     kv_send_set_state(s, KV_SEND_DONE);
+    bury(s, rc);
     kv_end_finish(&s->end, rc, msg);
 }
 
@@ -207,26 +274,6 @@ static void on_timer(struct bt_net_timer *t)
 
 /* ---- tickets ---- */
 
-void kv_ticket_free(struct kv_ticket *t)
-{
-    free(t->d_pages);
-    free(t);
-}
-
-static void say_no(struct kv_peer *p, const struct kv_ticket *t, int rc, const char *text)
-{
-    struct wire_handoff m = {
-        .type = WIRE_HANDOFF_NO,
-        .id_hi = t->id.hi,
-        .id_lo = t->id.lo,
-        .ticket = t->ticket,
-        .rc = rc,
-        .text = bt_str_of(text),
-    };
-
-    kv_peer_send(p, &m, (struct bt_str){0});
-}
-
 /* PUT: D's pages must lie in D's pool, and pages must be equal in size. */
 static int take_put_ticket(struct kv_send *s, struct kv_ticket *t, struct bt_err *err)
 {
@@ -289,12 +336,6 @@ static void accept_ticket(struct kv_send *s, struct kv_ticket *t)
         s->events.ticketed(s->events.arg);
     }
     kv_work_ready(h, &s->work);
-}
-
-static void drop_ticket(struct kv_handoff *h, struct kv_ticket *t)
-{
-    bt_list_remove(&t->link);
-    h->n_tickets--;
 }
 
 /* The oldest waiting ticket for it, if any. */
@@ -390,6 +431,7 @@ static void on_ticket(struct kv_peer *p, const struct wire_handoff *m, struct bt
 {
     struct kv_handoff *h = p->h;
     struct kv_ticket *t = read_ticket(p, m, data);
+    const struct kv_tomb *tomb;
     struct kv_send *s;
 
     if (!t) {
@@ -398,6 +440,11 @@ static void on_ticket(struct kv_peer *p, const struct wire_handoff *m, struct bt
     s = kv_find_send(h, t->id);
     if (s && s->state == KV_SEND_WAITING) {
         accept_ticket(s, t);
+        return;
+    }
+    tomb = s ? NULL : find_tomb(h, t->id);
+    if (tomb) {
+        refuse_ended(t, tomb->rc);
         return;
     }
     /* Too early, or another decode node still has it: wait, but neither for ever nor in crowds. */

@@ -310,7 +310,7 @@ static void test_RTR_04_abort_reaches_the_other_side(void **state)
     struct node p, d;
     struct prompt a, b;
 
-    open_node(&p, (struct node_opts){.name = "p0"});
+    open_node(&p, (struct node_opts){.name = "p0", .lease_ns = 60 * BT_NS_PER_S});
     open_node(&d, (struct node_opts){.name = "d0", .silence_ns = 60 * BT_NS_PER_S});
     open_prompts(&a, &p, &b, &d, 200);
     assert_int_equal(prompt_send(&a), BT_OK);
@@ -321,6 +321,16 @@ static void test_RTR_04_abort_reaches_the_other_side(void **state)
     assert_true(EVENTUALLY(LOAD(a.done) && LOAD(b.done)));
     assert_int_equal(a.rc, BT_E_DEADLINE);
     assert_int_equal(b.rc, BT_E_DEADLINE);
+    free_prompts(&a, &b);
+
+    /* The ticket comes after the end: refused at once, not after the lease. */
+    open_prompts(&a, &p, &b, &d, 50);
+    assert_int_equal(prompt_send(&a), BT_OK);
+    kv_send_abort(a.send, BT_E_CANCELLED);
+    assert_true(EVENTUALLY(LOAD(a.done)));
+    start_recv(&b, &p);
+    assert_true(EVENTUALLY(LOAD(b.done)));
+    assert_int_equal(b.rc, BT_E_CANCELLED);
     free_prompts(&a, &b);
     must_work(&p, &d);
     node_close(&d);
