@@ -20,8 +20,9 @@
 #define KV_PIECE_BYTES         (512u << 10) /* longest piece that is read or put */
 #define KV_DATA_PIECE_BYTES    (256u << 10) /* longest piece that travels in a message */
 #define KV_MAX_WAITING_TICKETS 4096
-#define KV_TOMBS               512 /* ended sends that are remembered, so that a late ticket is refused at once \
-                                    */
+#define KV_TOMBS                                                                                   \
+    512 /* ended sends that are remembered, so that a late ticket is refused at once               \
+         */
 #define KV_REASK_NS (1 * BT_NS_PER_S)
 
 /* An object that has work for the pump: `run` does some, takes what it used off the budget and
