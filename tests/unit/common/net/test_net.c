@@ -26,6 +26,7 @@ struct side {
     uint32_t next; /* expected number of the next message */
     size_t bytes;  /* of message data */
     bool echo;
+    bool quiet; /* count only: messages of several connections may overlap */
     struct bt_mem_region mem;
     struct bt_net_mem *reg;
     struct bt_str key;
@@ -50,6 +51,10 @@ static void on_message(void *arg, struct bt_net_peer *peer, struct bt_str head, 
     struct side *s = arg;
     uint32_t n = 0;
 
+    if (s->quiet) {
+        INC(s->messages);
+        return;
+    }
     if (head.n >= 4) {
         memcpy(&n, head.p, 4);
     }
@@ -561,11 +566,11 @@ static void reconnects(const char *transports)
 
     assert_int_equal(side_open(&a, transports), BT_OK);
     assert_int_equal(side_open(&b, transports), BT_OK);
+    a.quiet = b.quiet = true;
     for (int i = 0; i < 250; i++) {
         uint64_t end = bt_deadline_ns(20 * BT_NS_PER_S);
         int before = LOAD(b.accepted);
 
-        a.next = b.next = 0;
         connect_sides(&a, &b);
         side_on_net(a.net, do_send_sizes, &a);
         /* Closed by either side, or before it was up. */
@@ -588,7 +593,9 @@ static void reconnects(const char *transports)
     }
     printf("# %s: fds %d -> %d, rss %ld -> %ld kB\n", transports, fds, count_fds(), rss, rss_kb());
     assert_true(EVENTUALLY(count_fds() <= fds + 8));
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) /* they keep freed memory */
     assert_true(rss_kb() < rss + 16 * 1024);
+#endif
     bt_net_destroy(a.net);
     bt_net_destroy(b.net);
 }
