@@ -193,6 +193,9 @@ static int start(struct rt_router *r, struct bt_rpc_service *service, struct bt_
     if ((code = bt_loop_create(&r->loop, err)) < 0) {
         return bt_node_fail(BT_EXIT_OTHER, code, err);
     }
+    if ((code = rt_tok_worker_start(r, err)) < 0) {
+        return bt_node_fail(BT_EXIT_OTHER, code, err);
+    }
     if ((code = open_server(r, service, err)) < 0) {
         return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_BIND, code, err);
     }
@@ -222,6 +225,7 @@ static void stop(struct rt_router *r)
 {
     bt_registry_destroy(r->registry);
     bt_rpc_server_destroy(r->server); /* requests cancel their legs: the nodes are still there */
+    rt_tok_worker_stop(r->tok_worker);
     r->draining = true;
     rt_nodes_fini(r);
     bt_reflection_destroy(r->reflection);

@@ -27,6 +27,7 @@ struct rt_request {
     char *client_id;
     bool first_sent;
 
+    struct rt_tok_job *job; /* TOKENIZE: a long text on its way */
     struct bt_ids prompt;
     struct wire_sampling_owned sampling;
     enum rt_path path; /* asked for */
@@ -93,6 +94,10 @@ static void done(struct rt_request *req)
         return;
     }
     set_state(req, RT_REQUEST_DONE);
+    if (req->job) {
+        req->job->user = NULL;
+        req->job = NULL;
+    }
     bt_timer_stop(req->router->loop, &req->timer);
     drop_legs(req, true);
     req->router->n_requests--;
@@ -268,7 +273,7 @@ static void retry(struct rt_request *req, int rc, const char *msg)
         return;
     }
     if (n >= (uint32_t)req->router->conf->retries) {
-        fail(req, rc, msg);
+        fail(req, rc == BT_E_CANCELLED ? BT_E_UNAVAILABLE : rc, msg); /* not the client's doing */
         return;
     }
     BT_INFO("retry", "req=%s state=%s answered=%zu n=%u rc=%s msg=\"%s\"", req->id,
@@ -494,6 +499,10 @@ on_error(struct rt_request *req, const struct rt_leg *leg, const Baton__V1__Stre
         fail(req, rc, text);
         return;
     }
+    if (rc == BT_E_CANCELLED && leg->kind == RT_LEG_DECODE && req->prefill) {
+        return; /* the prefill node has ended the handoff: it says why, or that the answer is whole
+                 */
+    }
     if (e->rc == BT_E_UNAVAILABLE) {
         peer = false; /* it is draining */
     }
@@ -615,8 +624,10 @@ void rt_request_output(struct rt_leg *leg, const Baton__V1__StreamOutput *m, boo
         }
         free(tokens);
     }
-    if (m->handed_over && req->state == RT_REQUEST_PREFILL) {
-        leg_failed(req, leg, BT_E_PEER_PROTOCOL, "handed over without a token", false);
+    if (m->handed_over &&
+        (req->state == RT_REQUEST_PREFILL || (req->state == RT_REQUEST_HANDOFF && !req->decode))) {
+        leg_failed(req, leg, BT_E_PEER_PROTOCOL, "handed over to nobody, or without a token",
+                   false);
     }
 }
 
@@ -631,24 +642,6 @@ void rt_request_node_lost(struct rt_leg *leg, const char *why)
 }
 
 /* --- the beginning --------------------------------------------------------------------------- */
-
-static int
-take_prompt(struct rt_request *req, const Baton__V1__GenerateRequest *m, struct bt_err *err)
-{
-    const struct rt_model *model = req->router->model;
-
-    switch ((int)m->input_case) {
-    case BATON__V1__GENERATE_REQUEST__INPUT_TEXT:
-        return rt_model_text(model, m->text, &req->prompt, err);
-    case BATON__V1__GENERATE_REQUEST__INPUT_TOKENS:
-        return rt_model_ids(model, m->tokens->ids, m->tokens->n_ids, &req->prompt, err);
-    case BATON__V1__GENERATE_REQUEST__INPUT_CHAT:
-        return rt_model_chat(model, m->chat, &req->prompt, err);
-    case BATON__V1__GENERATE_REQUEST__INPUT__NOT_SET:
-    default:
-        return BT_FAIL(err, BT_E_INVALID, "one of text, tokens or chat must be given");
-    }
-}
 
 /* Length limits come before the sampling ranges: max_tokens depends on them. */
 static int take_limits(struct rt_request *req, struct bt_err *err)
@@ -715,8 +708,7 @@ take_message(struct rt_request *req, const Baton__V1__GenerateRequest *m, struct
         ac.n_stops = m->stopping->n_strings;
     }
     ac.logprobs = req->sampling.s.n_logprobs >= 0;
-    if ((rc = rt_answer_init(&req->answer, &ac, err)) < 0 || (rc = take_prompt(req, m, err)) < 0 ||
-        (rc = take_limits(req, err)) < 0) {
+    if ((rc = rt_answer_init(&req->answer, &ac, err)) < 0) {
         return rc;
     }
     if (!has_seed) {
@@ -724,6 +716,67 @@ take_message(struct rt_request *req, const Baton__V1__GenerateRequest *m, struct
     }
     req->client_id = strdup(m->request_id);
     return req->client_id ? BT_OK : BT_FAIL(err, BT_E_NOMEM, "no memory for a request");
+}
+
+/* The prompt is there: checks it and looks for nodes. */
+static int have_prompt(struct rt_request *req, struct bt_err *err)
+{
+    int rc = take_limits(req, err);
+
+    if (rc == BT_OK) {
+        set_state(req, RT_REQUEST_QUEUED);
+        enqueue(req, 0);
+    }
+    return rc;
+}
+
+static void on_tokenized(void *user, struct rt_tok_job *job)
+{
+    struct rt_request *req = user;
+    struct bt_err err = job->err;
+    int rc = job->rc;
+
+    req->job = NULL;
+    if (rc == BT_OK) {
+        req->prompt = job->ids;
+        job->ids = (struct bt_ids){0};
+        rc = have_prompt(req, &err);
+    }
+    if (rc < 0) {
+        fail(req, rc, bt_err_msg(&err, rc));
+    }
+}
+
+static int
+take_prompt(struct rt_request *req, const Baton__V1__GenerateRequest *m, struct bt_err *err)
+{
+    const struct rt_model *model = req->router->model;
+    struct rt_tok_input in = {.done = on_tokenized, .user = req};
+    int rc;
+
+    switch ((int)m->input_case) {
+    case BATON__V1__GENERATE_REQUEST__INPUT_TEXT:
+        in.text = m->text;
+        if (strlen(m->text) > RT_TOK_INLINE_BYTES) {
+            return rt_tok_start(req->router, &in, &req->job, err);
+        }
+        rc = rt_model_text(model, m->text, &req->prompt, err);
+        break;
+    case BATON__V1__GENERATE_REQUEST__INPUT_TOKENS:
+        rc = rt_model_ids(model, m->tokens->ids, m->tokens->n_ids, &req->prompt, err);
+        break;
+    case BATON__V1__GENERATE_REQUEST__INPUT_CHAT:
+        in.chat = m->chat;
+        if (rt_chat_bytes(m->chat) > RT_TOK_INLINE_BYTES) {
+            return rt_tok_start(req->router, &in, &req->job, err);
+        }
+        rc = rt_model_chat(model, m->chat, &req->prompt, err);
+        break;
+    case BATON__V1__GENERATE_REQUEST__INPUT__NOT_SET:
+    default:
+        return BT_FAIL(err, BT_E_INVALID, "one of text, tokens or chat must be given");
+    }
+    return rc < 0 ? rc : have_prompt(req, err);
 }
 
 /* Older requests have smaller claims, in the whole cluster as far as clocks agree. */
@@ -748,7 +801,7 @@ int rt_request_begin(struct rt_router *r,
     }
     *req = (struct rt_request){.router = r,
                                .call = call,
-                               .state = RT_REQUEST_QUEUED,
+                               .state = RT_REQUEST_TOKENIZE,
                                .timer.fn = on_timer,
                                .t_start = bt_loop_now(r->loop),
                                .claim = make_claim(),
@@ -757,12 +810,14 @@ int rt_request_begin(struct rt_router *r,
     bt_list_push_back(&r->requests, &req->link);
     r->n_requests++;
     rc = take_message(req, msg, err);
+    if (rc == BT_OK) {
+        rc = take_prompt(req, msg, err);
+    }
     if (rc < 0) {
         rt_request_closed(req);
         return rc;
     }
     bt_rpc_call_set_user(call, req);
     bt_rpc_call_send_headers(call);
-    enqueue(req, 0);
     return BT_OK;
 }

@@ -32,6 +32,7 @@ struct rt_conf {
 
 struct rt_model;
 struct rt_request;
+struct rt_tok_worker;
 
 /* What a router holds; one per process, in main. */
 struct rt_router {
@@ -48,6 +49,7 @@ struct rt_router {
     struct bt_reflection *reflection;
     struct bt_registry *registry;
     struct rt_model *model;
+    struct rt_tok_worker *tok_worker;
     char address[300];
 
     struct bt_list nodes; /* struct rt_node.link */
@@ -149,6 +151,42 @@ int rt_model_ids(const struct rt_model *m,
                  size_t n,
                  struct bt_ids *ids,
                  struct bt_err *err) BT_MUST_USE;
+
+/* --- tokenize.c: long texts, on a thread of their own --- */
+
+#define RT_TOK_INLINE_BYTES (16u << 10) /* shorter inputs are tokenized on the loop */
+#define RT_TOK_MAX_JOBS     64
+
+/* One input on its way. Its owner on the loop is told once through `done`, unless it has set `user`
+ * to NULL before; the job and its ids are freed after that. */
+struct rt_tok_job {
+    struct bt_msg msg;
+    struct rt_tok_worker *worker;
+    char *text; /* copies; one of them */
+    Baton__V1__Chat *chat;
+    struct bt_ids ids;
+    int rc;
+    struct bt_err err;
+    void (*done)(void *user, struct rt_tok_job *job); /* loop thread; may take the ids */
+    void *user;
+};
+
+int rt_tok_worker_start(struct rt_router *r, struct bt_err *err) BT_MUST_USE;
+/* Finishes what is queued. NULL is fine. Before the loop is destroyed. */
+void rt_tok_worker_stop(struct rt_tok_worker *w);
+struct rt_tok_input {
+    const char *text; /* one of the two is not NULL; copied */
+    const Baton__V1__Chat *chat;
+    void (*done)(void *user, struct rt_tok_job *job);
+    void *user;
+};
+/* BT_E_EXHAUSTED, BT_E_NOMEM. `done` comes later, never from inside. */
+int rt_tok_start(struct rt_router *r,
+                 const struct rt_tok_input *in,
+                 struct rt_tok_job **ret_job,
+                 struct bt_err *err) BT_MUST_USE;
+/* Bytes of text in it. */
+size_t rt_chat_bytes(const Baton__V1__Chat *chat);
 
 /* --- request.c: one Generate call --- */
 /* Checks the message, owns the call from here on. Errors leave nothing behind. */

@@ -55,15 +55,65 @@ static int check_model(const struct rt_router *r, const char *name, struct bt_er
                : BT_FAIL(err, BT_E_NOT_FOUND, "model %.100s is not served here", name);
 }
 
+static void
+tokenized(struct bt_rpc_call *call, int rc, const struct bt_ids *ids, struct bt_err *err)
+{
+    Baton__V1__TokenizeResponse out = BATON__V1__TOKENIZE_RESPONSE__INIT;
+
+    if (rc < 0) {
+        refuse(call, rc, err);
+        return;
+    }
+    out.n_tokens = ids->n;
+    out.tokens = ids->p;
+    bt_rpc_call_reply(call, &out.base);
+}
+
+static void on_long_tokenized(void *user, struct rt_tok_job *job)
+{
+    bt_rpc_call_set_user(user, NULL);
+    tokenized(user, job->rc, &job->ids, &job->err);
+}
+
+/* True if the input is long: the answer comes later, or *ret_rc says why not. */
+static bool tokenize_later(struct bt_rpc_call *call,
+                           const Baton__V1__TokenizeRequest *m,
+                           int *ret_rc,
+                           struct bt_err *err)
+{
+    struct rt_tok_input in = {.done = on_long_tokenized, .user = call};
+    struct rt_tok_job *job;
+
+    if (m->input_case == BATON__V1__TOKENIZE_REQUEST__INPUT_TEXT &&
+        strlen(m->text) > RT_TOK_INLINE_BYTES) {
+        in.text = m->text;
+    } else if (m->input_case == BATON__V1__TOKENIZE_REQUEST__INPUT_CHAT &&
+               rt_chat_bytes(m->chat) > RT_TOK_INLINE_BYTES) {
+        in.chat = m->chat;
+    } else {
+        return false;
+    }
+    *ret_rc = rt_tok_start(router_of(call), &in, &job, err);
+    if (*ret_rc == BT_OK) {
+        bt_rpc_call_set_user(call, job);
+    }
+    return true;
+}
+
 static void tokenize(struct bt_rpc_call *call, const ProtobufCMessage *msg)
 {
     const Baton__V1__TokenizeRequest *m = (const void *)msg;
-    Baton__V1__TokenizeResponse out = BATON__V1__TOKENIZE_RESPONSE__INIT;
     struct rt_router *r = router_of(call);
     struct bt_ids ids = {0};
     struct bt_err err = {0};
     int rc = check_model(r, m->model, &err);
 
+    if (rc == BT_OK && tokenize_later(call, m, &rc, &err)) {
+        if (rc < 0) {
+            refuse(call, rc, &err);
+        }
+        return;
+    }
     if (rc == BT_OK) {
         switch ((int)m->input_case) {
         case BATON__V1__TOKENIZE_REQUEST__INPUT_TEXT:
@@ -77,14 +127,17 @@ static void tokenize(struct bt_rpc_call *call, const ProtobufCMessage *msg)
             rc = BT_FAIL(&err, BT_E_INVALID, "one of text or chat must be given");
         }
     }
-    if (rc < 0) {
-        refuse(call, rc, &err);
-    } else {
-        out.n_tokens = ids.n;
-        out.tokens = ids.p;
-        bt_rpc_call_reply(call, &out.base);
-    }
+    tokenized(call, rc, &ids, &err);
     bt_ids_fini(&ids);
+}
+
+static void tokenize_closed(struct bt_rpc_call *call, bool cancelled)
+{
+    struct rt_tok_job *job = bt_rpc_call_user(call);
+
+    if (job) {
+        job->user = NULL;
+    }
 }
 
 static void detokenize(struct bt_rpc_call *call, const ProtobufCMessage *msg)
@@ -198,7 +251,8 @@ const struct bt_rpc_method rt_service_methods[] = {
     {.path = "/baton.v1.Baton/Tokenize",
      .request = &baton__v1__tokenize_request__descriptor,
      .response = &baton__v1__tokenize_response__descriptor,
-     .message = tokenize},
+     .message = tokenize,
+     .closed = tokenize_closed},
     {.path = "/baton.v1.Baton/Detokenize",
      .request = &baton__v1__detokenize_request__descriptor,
      .response = &baton__v1__detokenize_response__descriptor,

@@ -214,8 +214,7 @@ GARBAGE = [b"", b"\x00" * 4096, os.urandom(65536), b"GET / HTTP/1.1\r\nHost: x\r
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("kind,n", [("listen", 3), pytest.param("net", 2, marks=pytest.mark.xfail(
-    reason="UCX 1.13 asserts on what a stranger sends to its listener (tcp_sockcm_ep.c)"))])
+@pytest.mark.parametrize("kind,n", [("listen", 3), ("net", 2)])
 def test_garbage_at_every_port(cluster, kind, n):
     c = cluster()
     c.allow("level=(warn|error).*(peer|net|xfer|ucx|UCX|grpc)")

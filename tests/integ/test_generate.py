@@ -283,11 +283,40 @@ def test_one_gigabyte_request(c):
 
 
 def test_TOK_05_long_run_of_one_character(c):
-    for text in ("A" * 1_000_000, " " * 1_000_000):
+    """Refused quickly, and a small request beside is not held up."""
+    for text in ("A" * 1_000_000, "_" * 200_000, " " * 1_000_000, "\u6f22" * 300_000):
+        got = []
+        t = threading.Thread(target=lambda text=text: got.append(c.client.error(text=text)))
         t0 = time.monotonic()
-        e = c.client.error(text=text)
-        assert e.code() == INVALID and "context" in e.details()
+        t.start()
+        small = 0
+        while t.is_alive():
+            assert c.client.generate(PROMPT, max_tokens=2).finish
+            small += 1
+        assert got[0].code() == INVALID and "context" in got[0].details()
         assert time.monotonic() - t0 < 20
+        assert small > 0
+
+
+def test_long_texts_give_the_same_ids(c):
+    text = PROMPT * 600
+    ids = c.client.tokenize(text)
+    assert c.client.detokenize(ids) == text.encode()
+    a = c.client.generate(text, max_tokens=4)
+    assert a.usage.prompt_tokens == len(ids) and a.timing.retries == 0
+    assert c.client.generate(ids=ids, max_tokens=4).tokens == a.tokens
+    chat = c.client.generate(chat=[("user", text)], max_tokens=2)
+    assert chat.usage.prompt_tokens > len(ids)
+
+
+def test_clients_that_leave_while_their_text_is_tokenized(c):
+    calls = [c.client.stream(request(text="x" * 2_000_000)) for _ in range(8)]
+    calls += [c.client.channel.unary_unary("/baton.v1.Baton/Tokenize").future(
+        cls("TokenizeRequest")(text="y" * 2_000_000).SerializeToString()) for _ in range(4)]
+    for call in calls:
+        call.cancel()
+    assert c.client.generate(PROMPT, max_tokens=2).finish
+    eventually(lambda: c.client.server().requests_active == 0)
 
 
 def test_text_that_is_not_utf8_is_refused(c):

@@ -189,6 +189,32 @@ def test_finish_at_the_handoff_ends_both_legs(fakes):
     d.wait(lambda: d.cancels)
 
 
+def test_finish_at_the_handoff_told_by_the_decode_node_first(fakes):
+    """P ends the handoff because the first token ends the answer; D's word of it comes earlier."""
+    p, d = pair(lambda s, m: threading.Timer(0.3, lambda: s.output(m.stream_id, 0, [40], STOP)).start(),
+                lambda s, m: s.output(m.stream_id, error=(-4, "cancelled by the prefill node", False)))
+    c = fakes(p, d)
+    a = c.client.generate(ids=[5], max_tokens=9)
+    assert a.tokens == [40] and a.finish == STOP and a.timing.retries == 0
+
+
+def test_decode_gone_without_a_reason_is_tried_again(fakes):
+    """D was cancelled, yet P says that it has handed over: the attempt is void."""
+    def p_start(s, m):
+        s.output(m.stream_id, len(m.answered), [40 + len(m.answered)])
+        s.output(m.stream_id, handed_over=True)
+
+    def d_start(s, m):
+        if len(m.answered) == 0:
+            s.output(m.stream_id, error=(-4, "cancelled", False))
+        else:
+            s.output(m.stream_id, 2, [42], LENGTH)
+    p, d = pair(lambda s, m: threading.Timer(0.2, lambda: p_start(s, m)).start(), d_start)
+    c = fakes(p, d)
+    a = c.client.generate(ids=[5], max_tokens=3, path=DIRECT)
+    assert a.tokens == [40, 41, 42] and a.timing.retries == 1
+
+
 def test_node_refusal_of_the_request_is_the_clients_error(fakes):
     d = FakeNode("d0", "both", on_start=lambda s, m: s.output(m.stream_id, error=(-1, "bad thing", False)))
     c = fakes(d)

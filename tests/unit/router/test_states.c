@@ -32,6 +32,7 @@ static void test_node_edges(void **state)
 static void test_request_edges(void **state)
 {
     static const bool allowed[RT_REQUEST_STATE_COUNT][RT_REQUEST_STATE_COUNT] = {
+        [RT_REQUEST_TOKENIZE] = {[RT_REQUEST_QUEUED] = true, [RT_REQUEST_DONE] = true},
         [RT_REQUEST_QUEUED] =
             {[RT_REQUEST_PREFILL] = true, [RT_REQUEST_LOCAL] = true, [RT_REQUEST_DONE] = true},
         [RT_REQUEST_PREFILL] =
