@@ -62,7 +62,7 @@ int bt_net_resolve(const char *address,
                    socklen_t *ret_len,
                    struct bt_err *err)
 {
-    struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found = NULL;
+    struct addrinfo hints = {.ai_family = AF_INET, .ai_socktype = SOCK_STREAM}, *found = NULL;
     struct bt_addr a;
     char host[256], port[8];
     int e;
@@ -75,6 +75,11 @@ int bt_net_resolve(const char *address,
     host[a.host.n] = '\0';
     if (strcmp(host, "localhost") == 0) {
         snprintf(host, sizeof(host), "127.0.0.1");
+    }
+    if (strchr(host, ':')) {
+        /* UCX 1.13's TCP mixes up the lengths of addresses there and overruns its own memory. */
+        return BT_FAIL(err, BT_E_UNSUPPORTED,
+                       "address %.80s: transfers over IPv6 are not supported", address);
     }
     snprintf(port, sizeof(port), "%u", a.port);
     hints.ai_flags = AI_NUMERICSERV | (numeric_only ? AI_NUMERICHOST : 0);
@@ -104,6 +109,15 @@ void bt_net_format(const struct sockaddr_storage *sa, char *buf, size_t n)
 
         inet_ntop(AF_INET, &in->sin_addr, host, sizeof(host));
         snprintf(buf, n, "%s:%u", host, ntohs(in->sin_port));
+    }
+}
+
+void bt_net_set_port(struct sockaddr_storage *sa, uint16_t port)
+{
+    if (sa->ss_family == AF_INET6) {
+        ((struct sockaddr_in6 *)sa)->sin6_port = htons(port);
+    } else {
+        ((struct sockaddr_in *)sa)->sin_port = htons(port);
     }
 }
 

@@ -71,15 +71,6 @@ static uint16_t port_of(const struct sockaddr_storage *sa)
                                            : ((const struct sockaddr_in *)sa)->sin_port);
 }
 
-static void set_port(struct sockaddr_storage *sa, uint16_t port)
-{
-    if (sa->ss_family == AF_INET6) {
-        ((struct sockaddr_in6 *)sa)->sin6_port = htons(port);
-    } else {
-        ((struct sockaddr_in *)sa)->sin_port = htons(port);
-    }
-}
-
 static socklen_t size_of(const struct sockaddr_storage *sa)
 {
     return sa->ss_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in);
@@ -351,7 +342,7 @@ static void gate_run(struct bt_net_gate *g)
             struct sockaddr_storage to = g->other;
 
             go_open(g);
-            set_port(&to, (uint16_t)u16_at(g->prelude + 12));
+            bt_net_set_port(&to, (uint16_t)u16_at(g->prelude + 12));
             bt_net_peer_call(g->peer, &to);
         }
         return;

@@ -157,6 +157,7 @@ int bt_net_resolve(const char *address,
                    struct bt_err *err) BT_MUST_USE;
 /* "1.2.3.4:5" or "[::1]:5". */
 void bt_net_format(const struct sockaddr_storage *sa, char *buf, size_t n);
+void bt_net_set_port(struct sockaddr_storage *sa, uint16_t port);
 /* Names of the network devices that carry `sa`, comma separated, "all" for a wildcard address. */
 int bt_net_devices_for(const struct sockaddr_storage *sa, char *buf, size_t n, struct bt_err *err)
     BT_MUST_USE;

@@ -476,30 +476,6 @@ static void on_connection(ucp_conn_request_h request, void *arg)
     }
 }
 
-/* Where UCX listens: on the public address, or, behind a gate, on a port of its own of the same
- * device. */
-static void listen_address(const struct bt_net *net, struct sockaddr_storage *ret)
-{
-    struct sockaddr_in *in = (struct sockaddr_in *)ret;
-    struct sockaddr_in6 *in6 = (struct sockaddr_in6 *)ret;
-
-    *ret = net->listen_address;
-    if (!net->gated) {
-        return;
-    }
-    if (ret->ss_family == AF_INET6) {
-        in6->sin6_port = 0;
-        if (IN6_IS_ADDR_UNSPECIFIED(&in6->sin6_addr)) {
-            in6->sin6_addr = in6addr_loopback;
-        }
-    } else {
-        in->sin_port = 0;
-        if (in->sin_addr.s_addr == htonl(INADDR_ANY)) {
-            in->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-        }
-    }
-}
-
 int bt_net_listen(struct bt_net *net, struct bt_err *err)
 {
     struct sockaddr_storage sa;
@@ -510,7 +486,10 @@ int bt_net_listen(struct bt_net *net, struct bt_err *err)
     ucp_listener_attr_t attr = {.field_mask = UCP_LISTENER_ATTR_FIELD_SOCKADDR};
     ucs_status_t status;
 
-    listen_address(net, &sa);
+    sa = net->listen_address;
+    if (net->gated) { /* the public port is the gate's */
+        bt_net_set_port(&sa, 0);
+    }
     params.sockaddr.addr = (const struct sockaddr *)&sa;
     params.sockaddr.addrlen =
         sa.ss_family == AF_INET6 ? sizeof(struct sockaddr_in6) : sizeof(struct sockaddr_in);

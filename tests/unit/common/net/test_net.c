@@ -9,6 +9,8 @@
 #include <arpa/inet.h>
 #include <dirent.h>
 #include <errno.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <stdio.h>
@@ -91,10 +93,14 @@ static void on_done(void *arg, int rc)
     INC(s->done);
 }
 
+static const char *listen_on = "127.0.0.1:0";
+
 static int side_open(struct side *s, const char *transports)
 {
-    const struct bt_net_cfg cfg = {
-        .listen = "127.0.0.1:0", .transports = transports, .max_message_bytes = 4 << 20};
+    const struct bt_net_cfg cfg = {.listen = listen_on,
+                                   .transports = transports,
+                                   .allow_insecure = true,
+                                   .max_message_bytes = 4 << 20};
     const struct bt_net_handlers on = {s, on_accepted, on_message, on_closed};
     struct bt_err err = {0};
     int rc;
@@ -242,6 +248,46 @@ static void test_messages_shm(void **state)
     messages_over("auto", "shm");
 }
 
+/* An address of a real interface, and all interfaces at once. */
+static void test_other_addresses(void **state)
+{
+    struct ifaddrs *all = NULL;
+    static char address[64];
+    struct side a, b;
+
+    assert_int_equal(getifaddrs(&all), 0);
+    for (struct ifaddrs *i = all; i; i = i->ifa_next) {
+        if (i->ifa_addr && i->ifa_addr->sa_family == AF_INET && (i->ifa_flags & IFF_UP) &&
+            !(i->ifa_flags & IFF_LOOPBACK)) {
+            inet_ntop(AF_INET, &((struct sockaddr_in *)i->ifa_addr)->sin_addr, address, 60);
+        }
+    }
+    freeifaddrs(all);
+    for (int round = 0; round < 4; round++) {
+        char to[128];
+
+        if (round < 2 && !address[0]) {
+            printf("# no interface besides loopback\n");
+            continue;
+        }
+        snprintf(to, sizeof(to), "%s:0", round < 2 ? address : "0.0.0.0");
+        listen_on = to;
+        assert_int_equal(side_open(&a, round % 2 ? "auto" : "tcp"), BT_OK);
+        assert_int_equal(side_open(&b, round % 2 ? "auto" : "tcp"), BT_OK);
+        listen_on = "127.0.0.1:0";
+        snprintf(to, sizeof(to), "%s%s", address[0] ? address : "127.0.0.1",
+                 strchr(bt_net_address(b.net), ':'));
+        a.address = to;
+        side_on_net(a.net, do_connect, &a);
+        assert_int_equal(a.rc, BT_OK);
+        side_on_net(a.net, do_send_sizes, &a);
+        assert_true(EVENTUALLY(LOAD(b.messages) == (int)BT_ARRAY_LEN(sizes)));
+        assert_int_equal(b.bad, 0);
+        bt_net_destroy(a.net);
+        bt_net_destroy(b.net);
+    }
+}
+
 static void do_register(void *arg)
 {
     struct side *s = arg;
@@ -372,6 +418,12 @@ static void test_listen_refusals(void **state)
 
         assert_int_equal(bt_net_create(&cfg, &on, &net, &err), BT_OK);
         bt_net_destroy(net);
+    }
+    {
+        struct bt_net_cfg cfg = {.listen = "[::1]:0"};
+
+        assert_int_equal(bt_net_create(&cfg, &on, &net, &err), BT_E_CONFIG);
+        assert_non_null(strstr(err.msg, "IPv6"));
     }
     {
         struct bt_net_cfg cfg = {.listen = "127.0.0.1:0", .method = "carrier pigeon"};
@@ -635,6 +687,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_messages_tcp),
         cmocka_unit_test(test_messages_shm),
+        cmocka_unit_test(test_other_addresses),
         cmocka_unit_test(test_rma_tcp),
         cmocka_unit_test(test_rma_shm),
         cmocka_unit_test(test_listen_refusals),
