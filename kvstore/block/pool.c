@@ -3,8 +3,9 @@
  * Allocation looks for neighbours: the pages behind the caller's last one, then the first run that
  * is long enough, then the longest runs there are. A scan costs one load per 64 pages.
  *
- * Thread: the engine's. The counters that other threads read live in one atomic word, so that a
- * reader always sees a set that adds up to the number of pages.
+ * Thread: the engine's. The counters that other threads read stand behind a sequence number that is
+ * odd while they change (one writer), so that a reader always sees a set that adds up to the number
+ * of pages. They are sequentially consistent: a few of them per step cost nothing.
  */
 #include "kvstore/block/pool.h"
 
@@ -23,23 +24,19 @@ struct kv_pool {
     struct kv_layout layout;
     struct bt_mem_region region;
     struct page *pages;
-    uint64_t *free_bits;   /* bit set = free; bits behind the last page are clear */
-    _Atomic uint64_t used; /* pages of sequences | pages of transfers << 32; relaxed, one writer */
+    uint64_t *free_bits;      /* bit set = free; bits behind the last page are clear */
+    _Atomic uint32_t version; /* of the counters */
+    _Atomic uint32_t n_owned[KV_N_OWNERS];
+    _Atomic uint32_t n_cached;
 };
 
-static uint32_t used_seq(uint64_t used)
+/* n pages change from one owner to another. */
+static void count_moved(struct kv_pool *pool, size_t n, enum kv_owner from, enum kv_owner to)
 {
-    return (uint32_t)used;
-}
-
-static uint32_t used_transfer(uint64_t used)
-{
-    return (uint32_t)(used >> 32);
-}
-
-static uint64_t used_unit(enum kv_owner owner)
-{
-    return owner == KV_OWNER_SEQ ? 1 : owner == KV_OWNER_TRANSFER ? 1ull << 32 : 0;
+    pool->version++;
+    pool->n_owned[from] -= (uint32_t)n;
+    pool->n_owned[to] += (uint32_t)n;
+    pool->version++;
 }
 
 static bool is_free(const struct kv_pool *pool, uint32_t page)
@@ -80,6 +77,7 @@ int kv_pool_create(const struct kv_layout *layout,
     for (uint32_t p = 0; p < layout->n_pages; p++) {
         pool->free_bits[p / 64] |= 1ull << (p % 64);
     }
+    pool->n_owned[KV_OWNER_FREE] = layout->n_pages;
     *ret_pool = pool;
     return BT_OK;
 
@@ -175,12 +173,10 @@ static void take_run(struct kv_pool *pool, uint32_t start, uint32_t n, enum kv_o
 int kv_pool_take(
     struct kv_pool *pool, uint32_t n, enum kv_owner owner, uint32_t after, uint32_t *ret_pages)
 {
-    uint64_t used = atomic_load_explicit(&pool->used, memory_order_relaxed);
-    uint32_t n_free = pool->layout.n_pages - used_seq(used) - used_transfer(used);
     uint32_t done = 0, start = 0, run = 0;
 
     BT_BUG_ON(owner != KV_OWNER_SEQ && owner != KV_OWNER_TRANSFER);
-    if (n > n_free) {
+    if (n > pool->n_owned[KV_OWNER_FREE]) {
         return BT_E_EXHAUSTED;
     }
     if (after != KV_PAGE_NONE && after + 1 < pool->layout.n_pages && is_free(pool, after + 1)) {
@@ -198,14 +194,12 @@ int kv_pool_take(
         }
         run = 0;
     }
-    atomic_store_explicit(&pool->used, used + n * used_unit(owner), memory_order_relaxed);
+    count_moved(pool, n, KV_OWNER_FREE, owner);
     return BT_OK;
 }
 
 void kv_pool_give(struct kv_pool *pool, const uint32_t *pages, size_t n, enum kv_owner owner)
 {
-    uint64_t used = atomic_load_explicit(&pool->used, memory_order_relaxed);
-
     BT_BUG_ON(owner == KV_OWNER_FREE);
     for (size_t i = 0; i < n; i++) {
         uint32_t p = pages[i];
@@ -214,31 +208,40 @@ void kv_pool_give(struct kv_pool *pool, const uint32_t *pages, size_t n, enum kv
         pool->pages[p].owner = KV_OWNER_FREE;
         pool->free_bits[p / 64] |= 1ull << (p % 64);
     }
-    atomic_store_explicit(&pool->used, used - n * used_unit(owner), memory_order_relaxed);
+    count_moved(pool, n, owner, KV_OWNER_FREE);
 }
 
 void kv_pool_set_owner(
     struct kv_pool *pool, const uint32_t *pages, size_t n, enum kv_owner from, enum kv_owner to)
 {
-    uint64_t used = atomic_load_explicit(&pool->used, memory_order_relaxed);
-
     BT_BUG_ON(from == KV_OWNER_FREE || to == KV_OWNER_FREE);
     for (size_t i = 0; i < n; i++) {
         BT_BUG_ON(pages[i] >= pool->layout.n_pages || pool->pages[pages[i]].owner != from);
         pool->pages[pages[i]].owner = (uint8_t)to;
     }
-    used += n * used_unit(to) - n * used_unit(from);
-    atomic_store_explicit(&pool->used, used, memory_order_relaxed);
+    count_moved(pool, n, from, to);
+}
+
+void kv_pool_set_cached(struct kv_pool *pool, uint32_t n_pages)
+{
+    pool->version++;
+    pool->n_cached = n_pages;
+    pool->version++;
 }
 
 struct kv_pool_stats kv_pool_stats(const struct kv_pool *pool)
 {
-    uint64_t used = atomic_load_explicit(&pool->used, memory_order_relaxed);
-    struct kv_pool_stats s = {.n_pages = pool->layout.n_pages,
-                              .n_seq = used_seq(used),
-                              .n_transfer = used_transfer(used)};
+    struct kv_pool_stats s = {.n_pages = pool->layout.n_pages};
+    uint32_t version;
 
-    s.n_free = s.n_pages - s.n_seq - s.n_transfer;
+    do {
+        version = pool->version;
+        s.n_free = pool->n_owned[KV_OWNER_FREE];
+        s.n_seq = pool->n_owned[KV_OWNER_SEQ];
+        s.n_transfer = pool->n_owned[KV_OWNER_TRANSFER];
+        s.n_index = pool->n_owned[KV_OWNER_INDEX];
+        s.n_cached = pool->n_cached;
+    } while (version % 2 != 0 || version != pool->version);
     return s;
 }
 

@@ -1,9 +1,9 @@
 /* The paged KV pool of one engine: memory, page descriptors, owners.
  *
- * Every page has exactly one owner: the free list, a sequence, or a transfer that a remote side
- * takes part in. kv_pool_set_owner is the only way to change it and checks the old one. A
- * generation is counted up whenever a page leaves the free list, so that a stale ticket can be
- * told.
+ * Every page has exactly one owner: the free list, a sequence, a transfer that a remote side takes
+ * part in, or the prefix index (index.h), whose pages several sequences share.
+ * kv_pool_set_owner is the only way to change it and checks the old one. A generation is counted up
+ * whenever a page leaves the free list, so that a stale ticket can be told.
  *
  * Thread: the engine's, except kv_pool_stats (any) and reading page bytes and generations of pages
  * that the caller's transfer owns or leases (xfer thread).
@@ -16,7 +16,7 @@
 
 #define KV_PAGE_NONE UINT32_MAX
 
-enum kv_owner { KV_OWNER_FREE, KV_OWNER_SEQ, KV_OWNER_TRANSFER };
+enum kv_owner { KV_OWNER_FREE, KV_OWNER_SEQ, KV_OWNER_TRANSFER, KV_OWNER_INDEX, KV_N_OWNERS };
 
 struct kv_pool;
 
@@ -25,6 +25,8 @@ struct kv_pool_stats {
     uint32_t n_free;
     uint32_t n_seq;
     uint32_t n_transfer;
+    uint32_t n_index;
+    uint32_t n_cached; /* of the index's: nobody uses them now, they are given up on demand */
 };
 
 /* Allocates layout->bytes through `ops` under `name`. The pool keeps a copy of the layout. */
@@ -43,7 +45,8 @@ void *kv_pool_page(const struct kv_pool *pool, int layer, uint32_t page);
 uint32_t kv_pool_generation(const struct kv_pool *pool, uint32_t page);
 
 /* Takes n pages for `owner`, all or none; neighbours where the pool allows (next to `after` first
- * if it is not KV_PAGE_NONE), so that pieces are long. BT_E_EXHAUSTED if fewer than n are free. */
+ * if it is not KV_PAGE_NONE), so that pieces are long. BT_E_EXHAUSTED if fewer than n are free.
+ * `owner` is a sequence or a transfer: the index gets its pages by kv_pool_set_owner. */
 int kv_pool_take(struct kv_pool *pool,
                  uint32_t n,
                  enum kv_owner owner,
@@ -53,8 +56,15 @@ int kv_pool_take(struct kv_pool *pool,
 void kv_pool_give(struct kv_pool *pool, const uint32_t *pages, size_t n, enum kv_owner owner);
 void kv_pool_set_owner(
     struct kv_pool *pool, const uint32_t *pages, size_t n, enum kv_owner from, enum kv_owner to);
+/* The index says how many of its pages nobody uses. */
+void kv_pool_set_cached(struct kv_pool *pool, uint32_t n_pages);
 /* Any thread; a consistent set of counters. */
 struct kv_pool_stats kv_pool_stats(const struct kv_pool *pool);
+/* Pages that can be had: free, or cached and unused. */
+static inline uint32_t kv_pool_stats_room(const struct kv_pool_stats *s)
+{
+    return s->n_free + s->n_cached;
+}
 /* True if all pages are free and the free list is whole; otherwise logs what is wrong. */
 bool kv_pool_audit(const struct kv_pool *pool);
 

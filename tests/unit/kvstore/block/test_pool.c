@@ -4,6 +4,7 @@
 
 #include "tests/unit/cmocka.h"
 
+#include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/wait.h>
@@ -182,7 +183,7 @@ static void test_random(void **state)
 {
     struct kv_pool *pool = make_pool(MODEL_PAGES);
     uint8_t owner[MODEL_PAGES] = {0};
-    uint32_t generation[MODEL_PAGES] = {0}, got[MODEL_PAGES], count[3];
+    uint32_t generation[MODEL_PAGES] = {0}, got[MODEL_PAGES], count[KV_N_OWNERS];
     uint32_t seed = 7;
 
     for (int round = 0; round < 20000; round++) {
@@ -207,6 +208,7 @@ static void test_random(void **state)
                 kv_pool_give(pool, &after, 1, owner[after]);
                 owner[after] = KV_OWNER_FREE;
             } else {
+                who = (r >> 2) & 1 ? KV_OWNER_INDEX : who;
                 kv_pool_set_owner(pool, &after, 1, owner[after], who);
                 owner[after] = (uint8_t)who;
             }
@@ -219,6 +221,7 @@ static void test_random(void **state)
         assert_int_equal(s.n_free, count[KV_OWNER_FREE]);
         assert_int_equal(s.n_seq, count[KV_OWNER_SEQ]);
         assert_int_equal(s.n_transfer, count[KV_OWNER_TRANSFER]);
+        assert_int_equal(s.n_index, count[KV_OWNER_INDEX]);
     }
     for (uint32_t p = 0; p < MODEL_PAGES; p++) {
         if (owner[p] != KV_OWNER_FREE) {
@@ -229,12 +232,48 @@ static void test_random(void **state)
     kv_pool_destroy(pool);
 }
 
+/* Another thread never sees counters that do not add up. */
+static void *reader_main(void *arg)
+{
+    const struct kv_pool *pool = arg;
+    uintptr_t wrong = 0;
+
+    for (int i = 0; i < 200000; i++) {
+        struct kv_pool_stats s = kv_pool_stats(pool);
+
+        wrong += s.n_free + s.n_seq + s.n_transfer + s.n_index != s.n_pages;
+    }
+    return (void *)wrong;
+}
+
+static void test_counters_add_up(void **state)
+{
+    struct kv_pool *pool = make_pool(64);
+    uint32_t pages[64];
+    pthread_t reader;
+    void *wrong;
+
+    assert_int_equal(pthread_create(&reader, NULL, reader_main, pool), 0);
+    for (uint32_t i = 0; i < 50000; i++) {
+        uint32_t n = 1 + i % 60;
+
+        assert_int_equal(kv_pool_take(pool, n, KV_OWNER_SEQ, KV_PAGE_NONE, pages), BT_OK);
+        kv_pool_set_owner(pool, pages, n / 2, KV_OWNER_SEQ, KV_OWNER_INDEX);
+        kv_pool_give(pool, pages, n / 2, KV_OWNER_INDEX);
+        kv_pool_give(pool, pages + n / 2, n - n / 2, KV_OWNER_SEQ);
+    }
+    pthread_join(reader, &wrong);
+    assert_null(wrong);
+    kv_pool_destroy(pool);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_create),        cmocka_unit_test(test_neighbours),
-        cmocka_unit_test(test_all_or_none),   cmocka_unit_test(test_generation),
-        cmocka_unit_test(test_misuse_aborts), cmocka_unit_test(test_random),
+        cmocka_unit_test(test_create),          cmocka_unit_test(test_neighbours),
+        cmocka_unit_test(test_all_or_none),     cmocka_unit_test(test_generation),
+        cmocka_unit_test(test_misuse_aborts),   cmocka_unit_test(test_random),
+        cmocka_unit_test(test_counters_add_up),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,0 +1,108 @@
+/* Prefix index of one engine: which blocks lie in its pool, found by key.
+ *
+ * An entry is one identity block: its key, its parent's entry, its token ids, its pages. A look-up
+ * walks from the first block on; a key alone proves nothing: the ids must be equal and the parent
+ * must be the entry found before it (for a first block: the root), so that two inputs with equal
+ * keys are a miss, counted, and never a wrong answer.
+ *
+ * Who uses a block holds it and all blocks before it; while a block is held its pages stay as they
+ * are. What nobody holds is cached: it stays until pages are needed. Holders let go from the last
+ * block to the first, and whoever holds a block holds its parents, so a block always stands in
+ * front of its parent in the list of unheld blocks: taking its front is least recently used, leaf
+ * first, shared heads last.
+ *
+ * Only finished content comes in: K and V of all layers of all tokens (kv_index_publish).
+ *
+ * Thread: the engine's. No allocation after create. */
+#ifndef KV_BLOCK_INDEX_H
+#define KV_BLOCK_INDEX_H
+
+#include "common/ds/list.h"
+#include "kvstore/block/key.h"
+#include "kvstore/block/pool.h"
+
+struct kv_index;
+
+/* Read-only for users, except `mark`. Valid while held, or until `changes` changes. */
+struct kv_block {
+    struct bt_list link;     /* unheld blocks, least recently used first */
+    struct kv_block *next;   /* in its bucket */
+    struct kv_block *parent; /* NULL = first block */
+    struct kv_key key, root;
+    uint32_t n_refs;
+    uint32_t n_children;
+    uint32_t mark;       /* scratch of the caller, 0 in between */
+    uint64_t generation; /* of the entry; never used twice */
+    int32_t *ids;        /* [block_tokens] */
+    uint32_t *pages;     /* [block_pages], owned by the index */
+};
+
+struct kv_index_cfg {
+    struct kv_pool *pool; /* borrowed */
+    int block_tokens;     /* a multiple of the page's */
+    int key_bits;         /* 0 = all; fewer make collisions, for tests */
+};
+
+/* BT_E_CONFIG: block_tokens does not fit the pool's pages. */
+int kv_index_create(const struct kv_index_cfg *cfg,
+                    struct kv_index **ret_index,
+                    struct bt_err *err) BT_MUST_USE;
+/* Nothing may be held; the pages go to the free list. NULL is fine. */
+void kv_index_destroy(struct kv_index *index);
+uint32_t kv_index_block_tokens(const struct kv_index *index);
+uint32_t kv_index_block_pages(const struct kv_index *index);
+/* Counted up when a block comes or goes: until then a match stays as it is. */
+uint64_t kv_index_changes(const struct kv_index *index);
+
+/* Key of the block of `ids` behind `parent` (the root for the first one), cut to key_bits. */
+void kv_index_key(struct kv_index *index,
+                  const struct kv_key *parent,
+                  const int32_t *ids,
+                  struct kv_key *ret_key);
+/* Root of keys; computed once for all requests that may share blocks. */
+int kv_index_root(struct kv_index *index,
+                  const struct kv_key_root_args *args,
+                  struct kv_key *ret_root,
+                  struct bt_err *err) BT_MUST_USE;
+
+/* A run of blocks from the first on. */
+struct kv_chain {
+    struct kv_key root;
+    const struct kv_key *keys; /* [n_blocks] */
+    const int32_t *ids;        /* [n_blocks * block_tokens] */
+    uint32_t n_blocks;
+};
+
+/* The longest run that is here, into ret_blocks [n_blocks]; returns its length. Holds nothing. */
+uint32_t
+kv_index_match(struct kv_index *index, const struct kv_chain *chain, struct kv_block **ret_blocks);
+/* Holds a run from the first block on, and lets it go. */
+void kv_index_hold(struct kv_index *index, struct kv_block *const *blocks, uint32_t n);
+void kv_index_drop(struct kv_index *index, struct kv_block *const *blocks, uint32_t n);
+
+enum kv_publish {
+    KV_PUBLISH_NEW,       /* the pages are the index's now */
+    KV_PUBLISH_SAME,      /* the block was here: the pages stay the caller's */
+    KV_PUBLISH_COLLISION, /* another block has the key: likewise, and nothing is returned */
+};
+
+/* Offers the last block of `chain`; the caller holds its parent (NULL for the first) and its pages
+ * belong to KV_OWNER_SEQ. NEW and SAME: *ret_block is the block, held for the caller. */
+enum kv_publish kv_index_publish(struct kv_index *index,
+                                 const struct kv_chain *chain,
+                                 struct kv_block *parent,
+                                 const uint32_t *pages,
+                                 struct kv_block **ret_block);
+/* Gives up unheld blocks until at least n pages are free or no block is left; returns how many
+ * pages were. */
+uint32_t kv_index_evict(struct kv_index *index, uint32_t n);
+/* Gives up everything; false and a log line if something is held. */
+bool kv_index_clear(struct kv_index *index);
+
+struct kv_index_stats {
+    uint32_t n_blocks, n_held;
+    uint64_t published, duplicates, collisions, evictions;
+};
+struct kv_index_stats kv_index_stats(const struct kv_index *index);
+
+#endif
