@@ -289,6 +289,34 @@ def test_idle_nodes_share_the_traffic(fakes):
     assert all(len(n.starts) >= 6 for n in ns), [len(n.starts) for n in ns]
 
 
+def test_RTR_02_a_burst_is_spread_by_what_was_just_sent(fakes):
+    """A hundred requests at once, before any node could tell of its load."""
+    ps = [FakeNode(f"p{i}", "prefill") for i in range(2)]
+    ds = [FakeNode(f"d{i}", "decode") for i in range(2)]
+    c = fakes(*ps, *ds)
+    calls = [c.client.stream(request(ids=[5] * 2000)) for _ in range(100)]
+    for kind in (ps, ds):
+        eventually(lambda kind=kind: sum(len(n.starts) for n in kind) == 100)
+        assert all(35 <= len(n.starts) <= 65 for n in kind), [len(n.starts) for n in kind]
+    for call in calls:
+        call.cancel()
+    eventually(lambda: c.client.server().requests_active == 0)
+
+
+def test_RTR_02_new_requests_avoid_the_busy_node(fakes):
+    ps = [FakeNode(f"p{i}", "prefill", on_start=lambda s, m: s.output(m.stream_id, 0, [40], LENGTH))
+          for i in range(2)]
+    c = fakes(*ps, FakeNode("d0", "decode"))
+    ps[0].beat = False  # its last word stands: much to do
+    ps[0].sessions[-1].load(tokens_waiting=100_000)
+    eventually(lambda: c.client.generate(ids=[5], max_tokens=1).timing.prefill_node == "p1")
+    before = len(ps[0].starts)
+    for _ in range(10):
+        ps[0].sessions[-1].load(tokens_waiting=100_000)
+        c.client.generate(ids=[5], max_tokens=1)
+    assert len(ps[0].starts) <= before + 1
+
+
 def test_client_cancel_reaches_both_legs(fakes):
     p, d = pair()
     c = fakes(p, d)

@@ -1,0 +1,244 @@
+/* Attempts of a request: which nodes, the start of their legs, the pause before the next one. Loop
+ * thread. */
+#include "router/request_int.h"
+
+#include "common/base/buf.h"
+#include "common/obs/log.h"
+#include "common/thr/time.h"
+
+#include <stdlib.h>
+
+#define BACKOFF_NS (50 * BT_NS_PER_MS) /* before the second retry; doubles */
+
+static void dispatch(struct rt_request *req);
+
+static bool is_excluded(const struct rt_request *req, const struct rt_node *n)
+{
+    for (size_t i = 0; i < req->n_excluded; i++) {
+        if (req->excluded[i].incarnation == n->incarnation &&
+            strcmp(req->excluded[i].name, n->name) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+void rt_request_exclude(struct rt_request *req, const struct rt_node *n)
+{
+    size_t i = BT_MIN(req->n_excluded, (size_t)RT_MAX_EXCLUDED - 1); /* the last one is replaced */
+
+    if (!is_excluded(req, n)) {
+        snprintf(req->excluded[i].name, sizeof(req->excluded[i].name), "%s", n->name);
+        req->excluded[i].incarnation = n->incarnation;
+        req->n_excluded = i + 1;
+    }
+}
+
+void rt_request_enqueue(struct rt_request *req, uint64_t pause_ns)
+{
+    uint64_t now = rt_request_now(req);
+
+    req->not_before_ns = now + pause_ns;
+    req->wait_until_ns = req->not_before_ns + req->router->conf->wait_ns;
+    if (pause_ns > 0) {
+        bt_timer_start(req->router->loop, &req->timer, req->not_before_ns);
+    } else {
+        dispatch(req);
+    }
+}
+
+/* The attempt is over: whatever is left of it is cancelled, and another one may follow. */
+void rt_request_retry(struct rt_request *req, int rc, const char *msg)
+{
+    uint32_t n = req->retries;
+
+    rt_request_drop_legs(req, true);
+    if (req->state == RT_REQUEST_DONE) {
+        return;
+    }
+    if (n >= (uint32_t)req->router->conf->retries) {
+        rt_request_fail(req, rc == BT_E_CANCELLED ? BT_E_UNAVAILABLE : rc,
+                        msg); /* not the client's doing */
+        return;
+    }
+    BT_INFO("retry", "req=%s state=%s answered=%zu n=%u rc=%s msg=\"%s\"", req->id,
+            rt_request_state_name(req->state), req->answer.ids.n, n + 1, bt_rc_name(rc), msg);
+    req->retries++;
+    rt_request_set_state(req, RT_REQUEST_QUEUED);
+    rt_request_enqueue(req, n == 0 ? 0 : BACKOFF_NS << BT_MIN(n - 1, 5u));
+}
+
+static void fill_start(struct rt_request *req, Baton__V1__StartRequest *m)
+{
+    baton__v1__start_request__init(m);
+    m->n_prompt = req->prompt.n;
+    m->prompt = req->prompt.p;
+    m->n_answered = req->answer.ids.n;
+    m->answered = req->answer.ids.p;
+    m->claim = req->claim;
+    if (req->deadline_ns != BT_NEVER_NS) {
+        uint64_t now = rt_request_now(req);
+
+        m->deadline_us = req->deadline_ns > now ? (req->deadline_ns - now) / 1000 + 1 : 1;
+    }
+}
+
+/* The decode leg first: it can get its pages while the prompt is computed. */
+static int
+start_pair(struct rt_request *req, struct rt_node *p, struct rt_node *d, Baton__V1__StartRequest *m)
+{
+    Baton__V1__HandoffRef ref = BATON__V1__HANDOFF_REF__INIT;
+    int rc;
+
+    ref.id_hi = rt_random(req->router);
+    ref.id_lo = rt_random(req->router) | 1; /* never all zero */
+    ref.peer_name = p->name;
+    ref.peer_incarnation = p->incarnation;
+    ref.peer_net_address = p->net_address;
+    m->handoff = &ref;
+    m->leg = BATON__V1__LEG__LEG_DECODE;
+    rc = rt_node_start(d, req, RT_LEG_DECODE, m, &req->decode);
+    if (rc < 0) {
+        rt_request_exclude(req, d);
+        return rc;
+    }
+    ref.peer_name = d->name;
+    ref.peer_incarnation = d->incarnation;
+    ref.peer_net_address = d->net_address;
+    m->leg = BATON__V1__LEG__LEG_PREFILL;
+    rc = rt_node_start(p, req, RT_LEG_PREFILL, m, &req->prefill);
+    if (rc < 0) {
+        rt_request_exclude(req, p);
+    }
+    return rc;
+}
+
+static int start_legs(struct rt_request *req, struct rt_node *p, struct rt_node *d)
+{
+    Baton__V1__StartRequest m;
+    struct wire_sampling_msg sm;
+    int rc = wire_sampling_to_node(&req->sampling.s, &sm);
+
+    if (rc < 0) {
+        return rc;
+    }
+    fill_start(req, &m);
+    m.sampling = &sm.msg;
+    if (p) {
+        rc = start_pair(req, p, d, &m);
+    } else {
+        m.leg = BATON__V1__LEG__LEG_LOCAL;
+        rc = rt_node_start(d, req, RT_LEG_LOCAL, &m, &req->decode);
+        if (rc < 0) {
+            rt_request_exclude(req, d);
+        }
+    }
+    wire_sampling_msg_fini(&sm);
+    return rc;
+}
+
+/* Views of all nodes, in the order of the list, and the nodes themselves beside them. */
+static size_t view_nodes(struct rt_request *req, struct rt_node_view *views, struct rt_node **nodes)
+{
+    size_t n = 0;
+
+    bt_list_for_each (it, &req->router->nodes) {
+        struct rt_node *node = BT_LIST_ENTRY(it, struct rt_node, link);
+
+        nodes[n] = node;
+        views[n++] = (struct rt_node_view){
+            .name = node->name,
+            .role = node->role,
+            .ready = node->state == RT_NODE_READY,
+            .excluded = is_excluded(req, node),
+            .compat = &node->compat,
+            .tokens_outstanding = node->tokens_waiting + node->sent_tokens,
+            .requests_outstanding =
+                node->requests_waiting + node->requests_running + node->sent_requests,
+            .pages_free = node->pages_free,
+            .pages_total = node->pages_total,
+        };
+    }
+    return n;
+}
+
+static void launch(struct rt_request *req, const struct rt_pick *pick, struct rt_node **nodes)
+{
+    struct rt_node *d = nodes[pick->decode];
+    struct rt_node *p = pick->prefill >= 0 ? nodes[pick->prefill] : NULL;
+    int rc;
+
+    if (!req->t_asked) {
+        req->t_asked = bt_now_ns();
+    }
+    req->path_taken = pick->path;
+    snprintf(req->decode_name, sizeof(req->decode_name), "%s", d->name);
+    snprintf(req->prefill_name, sizeof(req->prefill_name), "%s", p ? p->name : d->name);
+    rt_request_set_state(req, p ? RT_REQUEST_PREFILL : RT_REQUEST_LOCAL);
+    rc = start_legs(req, p, d);
+    if (rc < 0) {
+        rt_request_retry(req, rc, "a node did not take the request");
+    }
+}
+
+static void dispatch(struct rt_request *req)
+{
+    struct rt_router *r = req->router;
+    struct rt_node_view *views = bt_calloc(r->n_nodes + 1, sizeof(*views));
+    struct rt_node **nodes = bt_calloc(r->n_nodes + 1, sizeof(*nodes));
+    struct rt_pick_args a = {
+        .nodes = views,
+        .path = req->path,
+        .n_prompt = req->prompt.n + req->answer.ids.n,
+        .local_below_tokens = (size_t)r->conf->local_below_tokens,
+        .ticket = rt_random(r),
+    };
+    struct rt_pick pick;
+    struct bt_err err = {0};
+
+    if (!views || !nodes) {
+        rt_request_fail(req, BT_E_NOMEM, "no memory");
+    } else {
+        a.n = view_nodes(req, views, nodes);
+        if (rt_policy_pick(&a, &pick, &err) == BT_OK) {
+            bt_timer_stop(r->loop, &req->timer);
+            launch(req, &pick, nodes);
+        } else if (rt_request_now(req) >= req->wait_until_ns) {
+            rt_request_fail(req, BT_E_UNAVAILABLE, err.msg);
+        } else {
+            bt_timer_start(r->loop, &req->timer, req->wait_until_ns);
+        }
+    }
+    free(views);
+    free(nodes);
+}
+
+void rt_request_on_timer(struct bt_loop *loop, struct bt_timer *t)
+{
+    struct rt_request *req = BT_CONTAINER_OF(t, struct rt_request, timer);
+
+    if (req->state == RT_REQUEST_QUEUED) {
+        dispatch(req);
+    }
+}
+
+void rt_requests_kick(struct rt_router *r)
+{
+    uint64_t now = bt_loop_now(r->loop);
+
+    /* They look on the loop's next turn, so that nobody is called back from inside here. */
+    bt_list_for_each (it, &r->requests) {
+        struct rt_request *req = BT_LIST_ENTRY(it, struct rt_request, link);
+
+        if (req->state == RT_REQUEST_QUEUED) {
+            bt_timer_start(r->loop, &req->timer, BT_MAX(now, req->not_before_ns));
+        }
+    }
+}
+
+void rt_requests_fail_all(struct rt_router *r, int rc, const char *why)
+{
+    bt_list_for_each_safe (it, &r->requests) {
+        rt_request_fail(BT_LIST_ENTRY(it, struct rt_request, link), rc, why);
+    }
+}

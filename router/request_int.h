@@ -1,0 +1,65 @@
+/* Inside of a request: shared by request.c, attempt.c and begin.c, and by nobody else. Loop thread.
+ */
+#ifndef RT_REQUEST_INT_H
+#define RT_REQUEST_INT_H
+
+#include "router/router_int.h"
+
+struct rt_request {
+    struct bt_list link;
+    struct rt_router *router;
+    struct bt_rpc_call *call;
+    enum rt_request_state state;
+    char id[20];
+    char *client_id;
+    bool first_sent;
+
+    struct rt_tok_job *job; /* TOKENIZE: a long text on its way */
+    struct bt_ids prompt;
+    struct wire_sampling_owned sampling;
+    enum rt_path path; /* asked for */
+    struct rt_answer answer;
+    uint64_t claim, deadline_ns;
+    uint32_t cached_tokens;
+
+    struct rt_leg *prefill, *decode; /* of this attempt; decode: also the local leg */
+    struct rt_token *early;
+    size_t n_early, cap_early;
+    enum _Baton__V1__FinishReason early_finish;
+
+    struct {
+        char name[BT_MEMBER_NAME_MAX + 1];
+        uint64_t incarnation;
+    } excluded[RT_MAX_EXCLUDED];
+    size_t n_excluded;
+    uint32_t retries;
+    struct bt_timer timer;                 /* QUEUED: the next look for nodes */
+    uint64_t not_before_ns, wait_until_ns; /* QUEUED */
+
+    uint64_t t_start, t_asked, t_first, t_second;
+    char prefill_name[BT_MEMBER_NAME_MAX + 1], decode_name[BT_MEMBER_NAME_MAX + 1];
+    enum rt_path path_taken;
+};
+
+static inline uint64_t rt_request_now(const struct rt_request *req)
+{
+    return bt_loop_now(req->router->loop);
+}
+
+/* request.c */
+void rt_request_set_state(struct rt_request *req, enum rt_request_state to);
+/* Ends the request with an error; nothing happens if it has ended. */
+void rt_request_fail(struct rt_request *req, int rc, const char *msg);
+/* No leg is the request's any more; `cancel`: nor wanted on the nodes. */
+void rt_request_drop_legs(struct rt_request *req, bool cancel);
+
+/* attempt.c */
+/* QUEUED: looks for nodes, now or after a pause. */
+void rt_request_enqueue(struct rt_request *req, uint64_t pause_ns);
+/* The attempt is over: whatever is left of it is cancelled, and another one may follow. */
+void rt_request_retry(struct rt_request *req, int rc, const char *msg);
+/* The node comes last in later attempts. */
+void rt_request_exclude(struct rt_request *req, const struct rt_node *n);
+void rt_request_on_timer(struct bt_loop *loop, struct bt_timer *t);
+
+#endif
