@@ -2,6 +2,7 @@
 #include "common/thr/mailbox.h"
 
 #include <errno.h>
+#include <sched.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@ void bt_mailbox_init(struct bt_mailbox *mb, void (*wake)(void *arg), void *wake_
     BT_BUG_ON(pthread_mutex_init(&mb->lock, NULL) != 0);
     bt_list_init(&mb->msgs);
     mb->closed = false;
+    mb->pushing = 0;
     mb->wake = wake;
     mb->wake_arg = wake_arg;
 }
@@ -23,6 +25,7 @@ bool bt_mailbox_push(struct bt_mailbox *mb, struct bt_msg *msg)
 {
     bool was_empty, open;
 
+    __atomic_add_fetch(&mb->pushing, 1, __ATOMIC_RELAXED); /* ordered by the lock */
     pthread_mutex_lock(&mb->lock);
     open = !mb->closed;
     was_empty = bt_list_empty(&mb->msgs);
@@ -33,6 +36,7 @@ bool bt_mailbox_push(struct bt_mailbox *mb, struct bt_msg *msg)
     if (open && was_empty && mb->wake) {
         mb->wake(mb->wake_arg);
     }
+    __atomic_sub_fetch(&mb->pushing, 1, __ATOMIC_RELEASE); /* pairs with close */
     return open;
 }
 
@@ -69,6 +73,9 @@ void bt_mailbox_close(struct bt_mailbox *mb)
     pthread_mutex_lock(&mb->lock);
     mb->closed = true;
     pthread_mutex_unlock(&mb->lock);
+    while (__atomic_load_n(&mb->pushing, __ATOMIC_ACQUIRE) > 0) {
+        sched_yield();
+    }
 }
 
 int bt_eventfd_create(int *ret_fd, struct bt_err *err)

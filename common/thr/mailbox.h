@@ -22,6 +22,7 @@ struct bt_mailbox {
     pthread_mutex_t lock;
     struct bt_list msgs; /* struct bt_msg.link, guarded by lock */
     bool closed;         /* guarded by lock */
+    int pushing;         /* threads inside push; atomic, released by them, acquired by close */
     void (*wake)(void *arg);
     void *wake_arg;
 };
@@ -35,7 +36,8 @@ bool bt_mailbox_push(struct bt_mailbox *mb, struct bt_msg *msg);
 bool bt_mailbox_detach(struct bt_mailbox *mb, struct bt_list *to);
 /* Consumer: detach and handle until empty; returns the number handled. */
 size_t bt_mailbox_drain(struct bt_mailbox *mb, void *consumer);
-/* Consumer: refuses every later push. */
+/* Consumer: refuses every later push and waits until no thread is inside one: its wake-up included,
+ * so that what `wake` uses may be freed. */
 void bt_mailbox_close(struct bt_mailbox *mb);
 
 /* A wake-up through an eventfd, for consumers that sleep in poll or epoll. */
