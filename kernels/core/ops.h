@@ -170,7 +170,7 @@ enum kn_device {
 };
 
 struct kn_ops {
-    const char *isa;      /* "ref", "avx2", "avx512" */
+    const char *isa;      /* "ref", "avx2", "avx512", "amx" */
     const char *numerics; /* numerics id: bits are equal within one */
     enum kn_device device;
     enum kn_format format; /* of kn_weight_part.data */

@@ -1,6 +1,7 @@
 /* Choice of the op table: plain C rows first, rows of the instruction set over them. */
 #include "kernels/core/registry.h"
 
+#include "kernels/cpu/amx/amx.h"
 #include "kernels/cpu/avx2/avx2.h"
 #include "kernels/cpu/avx512/avx512.h"
 #include "kernels/cpu/cpuid.h"
@@ -21,9 +22,10 @@ const char *kn_op_name(enum kn_op op)
 }
 
 /* Best first. */
-enum { ISA_AVX512, ISA_AVX2, ISA_REF, ISA_COUNT };
-static const char *const isa_names[ISA_COUNT] = {"avx512", "avx2", "ref"};
-static const char *const isa_needs[ISA_COUNT] = {"AVX-512 F, BW, VL, DQ and VNNI",
+enum { ISA_AMX, ISA_AVX512, ISA_AVX2, ISA_REF, ISA_COUNT };
+static const char *const isa_names[ISA_COUNT] = {"amx", "avx512", "avx2", "ref"};
+static const char *const isa_needs[ISA_COUNT] = {"AMX with INT8 and BF16, AVX-512 with BF16",
+                                                 "AVX-512 F, BW, VL, DQ and VNNI",
                                                  "AVX2, FMA and F16C", "nothing"};
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -59,6 +61,11 @@ static void init_tables(void)
     tables[ISA_AVX2] = merge(&kn_ops_avx2);
     built[ISA_AVX2] = true;
     usable[ISA_AVX2] = cpu.avx2;
+#endif
+#if KN_HAVE_AMX
+    tables[ISA_AMX] = merge(&kn_ops_amx);
+    built[ISA_AMX] = true;
+    usable[ISA_AMX] = cpu.amx;
 #endif
 #if KN_HAVE_AVX512
     tables[ISA_AVX512] = merge(&kn_ops_avx512);
@@ -100,8 +107,8 @@ int kn_ops_select(const char *isa, const struct kn_ops **ret_ops, struct bt_err 
             i++;
         }
         if (i == ISA_COUNT) {
-            return BT_FAIL(err, BT_E_CONFIG, "isa \"%s\" is unknown: auto, ref, avx2 or avx512",
-                           isa);
+            return BT_FAIL(err, BT_E_CONFIG,
+                           "isa \"%s\" is unknown: auto, ref, avx2, avx512 or amx", isa);
         }
         if (!built[i]) {
             return BT_FAIL(err, BT_E_UNSUPPORTED, "isa %s is not in this build", isa);

@@ -4,11 +4,11 @@
 
 #include "kernels/core/ops.h"
 
-/* `isa`: "auto" (the best that processor and system allow), "ref", "avx2" or "avx512". *ret_ops is
- * static. Starts from the plain C rows and lays the rows of the chosen set over them where their
- * weight format allows. BT_E_CONFIG for an unknown name, BT_E_UNSUPPORTED for one that was not
- * built, that the processor lacks (with what is missing), or whose table has holes (with their
- * names). Any thread. */
+/* `isa`: "auto" (the best that processor and system allow), "ref", "avx2", "avx512" or "amx".
+ * *ret_ops is static. Starts from the plain C rows and lays the rows of the chosen set over them
+ * where their weight format allows. BT_E_CONFIG for an unknown name, BT_E_UNSUPPORTED for one that
+ * was not built, that the processor lacks (with what is missing), or whose table has holes (with
+ * their names). Any thread. */
 int kn_ops_select(const char *isa, const struct kn_ops **ret_ops, struct bt_err *err) BT_MUST_USE;
 
 /* Names that kn_ops_select accepts on this machine besides "auto", best first, NULL at the end. */

@@ -21,7 +21,7 @@
 #define CANCEL_LIMIT_NS (30 * BT_NS_PER_S)  /* for the proofs after the drain limit */
 #define SHUTDOWN_NS     (1 * BT_NS_PER_S)   /* for the last messages to routers */
 
-const char *const kn_serve_isas[] = {"auto", "ref", "avx2", "avx512", NULL};
+const char *const kn_serve_isas[] = {"auto", "ref", "avx2", "avx512", "amx", NULL};
 const char *const kn_serve_kv_dtypes[] = {"f16", "f32", NULL};
 
 /* --- engine to loop -------------------------------------------------------------------------- */

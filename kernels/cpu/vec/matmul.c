@@ -21,6 +21,7 @@
 
 struct job {
     const struct kn_matmul_args *a;
+    char *thread_scratch;
     struct kn_acts *acts; /* [groups][k/32], in the stream's scratch */
     int n_tiles;          /* all parts */
     int per_item;
@@ -136,7 +137,7 @@ static void float_tile(const struct kn_tile_job *j)
 }
 
 /* Rows [t0, t1) by tile `tile` of the whole weight. */
-static void do_tile(const struct job *j, int tile, int t0, int t1)
+static void do_tile(const struct job *j, int member, int tile, int t0, int t1)
 {
     const struct kn_matmul_args *a = j->a;
     const struct kn_weight_part *p = a->w->part;
@@ -166,6 +167,7 @@ static void do_tile(const struct job *j, int tile, int t0, int t1)
         return;
     }
     tj.acts = j->acts + row / KN_GROUP * (k / KN_QBLOCK); /* t0 is a multiple of the group */
+    tj.scratch = j->thread_scratch + (size_t)member * KN_THREAD_SCRATCH_BYTES;
     KN_V(quant_tile)(&tj);
 }
 
@@ -179,14 +181,14 @@ static void matmul_item(void *arg, int item, int member)
         int t1 = BT_MIN(t + step, j->a->n_rows);
 
         for (int tile = tile0; tile < tile1; tile++) {
-            do_tile(j, tile, t, t1);
+            do_tile(j, member, tile, t, t1);
         }
     }
 }
 
 void KN_V(matmul)(struct kn_stream *stream, const struct kn_matmul_args *a)
 {
-    struct job j = {.a = a};
+    struct job j = {.a = a, .thread_scratch = stream->thread_scratch};
     bool quant = false;
 
     for (int i = 0; i < a->w->n_parts; i++) {

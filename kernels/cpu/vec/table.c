@@ -1,6 +1,7 @@
 /* The table of one instruction set. */
 #include "kernels/cpu/vec/vec.h"
 
+#include "kernels/cpu/amx/amx.h"
 #include "kernels/cpu/avx2/avx2.h"
 #include "kernels/cpu/avx512/avx512.h"
 

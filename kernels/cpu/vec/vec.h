@@ -36,6 +36,7 @@ struct kn_tile_job {
     size_t x_stride;
     /* Quantized weights. */
     const struct kn_acts *acts; /* of row 0, which is the first of its group: [groups][k/32] */
+    void *scratch;              /* KN_THREAD_SCRATCH_BYTES of this member */
     /* Output. */
     const float *bias; /* NULL or [n_cols] */
     int n_cols;        /* 1..16 that exist */
