@@ -266,11 +266,11 @@ def test_deadline(c):
 
 
 def test_one_gigabyte_request(c):
-    """Refused with its size; the process stays small and goes on."""
-    def rss():
+    """Refused long before it is whole; others do not notice."""
+    def peak():
         with open(f"/proc/{c.procs['router'].p.pid}/status") as f:
-            return next(int(line.split()[1]) for line in f if line.startswith("VmRSS"))
-    before = rss()
+            return next(int(line.split()[1]) for line in f if line.startswith("VmHWM"))
+    before = peak()
     m = request(text="x" * (1 << 30))
     other = c.fresh_client()
     with pytest.raises(grpc.RpcError) as e:
@@ -278,7 +278,7 @@ def test_one_gigabyte_request(c):
     other.close()
     assert e.value.code() in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE,
                               grpc.StatusCode.INVALID_ARGUMENT)
-    assert rss() < before + 200_000
+    assert peak() < before + 700_000  # kB; about 250 MB, see common/rpc/README.md
     assert c.client.generate(PROMPT, max_tokens=2).finish
 
 
