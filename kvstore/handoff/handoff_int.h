@@ -18,7 +18,8 @@
 
 #define KV_PUMP_BYTES          (4u << 20)   /* hashed or copied in one go, then others get a turn */
 #define KV_PIECE_BYTES         (512u << 10) /* longest piece that is read or put */
-#define KV_DATA_PIECE_BYTES    (256u << 10) /* longest piece that travels in a message */
+#define KV_DATA_PIECE_BYTES    (256u << 10) /* longest piece that travels in messages */
+#define KV_DATA_PART_BYTES     (60u << 10) /* of one message: fits a TCP segment of UCX, one copy */
 #define KV_MAX_WAITING_TICKETS 4096
 #define KV_TOMBS                                                                                   \
     512 /* ended sends that are remembered, so that a late ticket is refused at once               \
@@ -106,6 +107,7 @@ struct kv_send {
     uint64_t reader_incarnation;
     struct bt_net_timer timer; /* lease in WAITING, re-ask in COMMITTED, proof in ABORTING */
     struct kv_work work;
+    struct bt_list outs; /* PUT: struct kv_out.link, in the order in which they are told of */
     /* PUT: the pages of D */
     uint32_t *d_pages;
     struct bt_net_rkey *d_rkey;
@@ -118,6 +120,7 @@ struct kv_piece {
     uint32_t layer, first_page; /* of the prompt, in P's pages */
     struct wire_piece at;
     bool again;
+    size_t landed; /* DATA: bytes that are in */
     int rc;
     uint32_t n_ops;
     size_t bytes;
@@ -143,6 +146,7 @@ struct kv_recv {
     uint64_t n_placed;     /* over all layers, P's pages in place and checked */
     struct bt_list pieces; /* announced, not started */
     struct bt_list again;  /* asked for again */
+    struct kv_piece *part; /* DATA: the piece that is coming in */
     uint32_t n_ops;        /* operations that write our pages or bounce buffers */
     bool committed;        /* COMMIT is in */
     bool aborted_seen, owe_aborted;
@@ -253,6 +257,8 @@ void kv_send_tickets_lost(struct kv_peer *p);
 void kv_send_op_done(struct kv_send *s);
 void kv_send_fail(struct kv_send *s, int rc, const char *msg);
 bool kv_send_move(struct kv_work *w, size_t *budget);
+/* Puts that are over but not told of, because an earlier one is not: they are not told any more. */
+void kv_send_drop_placed(struct kv_send *s);
 void kv_send_resend(struct kv_send *s, const struct wire_handoff *m);
 void kv_send_on_ticket_timer(struct bt_net_timer *t);
 void kv_ticket_free(struct kv_ticket *t);
@@ -265,8 +271,10 @@ void kv_recv_peer_lost(struct kv_recv *r, int rc, const char *msg);
 void kv_recv_fail(struct kv_recv *r, int rc, const char *msg);
 void kv_recv_check_end(struct kv_recv *r);
 bool kv_recv_move(struct kv_work *w, size_t *budget);
-/* DATA: bytes came with the message. */
-void kv_recv_place(struct kv_piece *piece, struct bt_str data);
+/* DATA: the next bytes of the piece; the last ones end it. */
+void kv_recv_place_part(struct kv_piece *piece, struct bt_str data);
+/* PUT: the bytes are in our pages. */
+void kv_recv_placed(struct kv_piece *piece);
 void kv_recv_piece_free(struct kv_piece *piece);
 void kv_recv_confirm_peer_ready(struct kv_peer *p);
 void kv_recv_on_confirm_timer(struct bt_net_timer *t);

@@ -54,6 +54,14 @@ static void drop_pieces(struct bt_list *list)
     }
 }
 
+static void drop_part(struct kv_recv *r)
+{
+    if (r->part) {
+        kv_recv_piece_free(r->part);
+        r->part = NULL;
+    }
+}
+
 static void finish(struct kv_recv *r, int rc, const char *msg)
 {
     BT_BUG_ON(r->n_ops != 0);
@@ -61,6 +69,7 @@ static void finish(struct kv_recv *r, int rc, const char *msg)
     kv_work_drop(&r->work);
     drop_pieces(&r->pieces);
     drop_pieces(&r->again);
+    drop_part(r);
     unbind(r);
     bt_net_mem_unregister(r->mem);
     r->mem = NULL;
@@ -441,51 +450,101 @@ static struct kv_piece *take_again(struct kv_recv *r, const struct wire_handoff 
     return NULL;
 }
 
-static void on_pieces(struct kv_recv *r, const struct wire_handoff *m, struct bt_str data)
+/* The piece of pieces[i]: a new one, or the one that was asked for again. NULL: closed or failed.
+ */
+static struct kv_piece *
+open_piece(struct kv_recv *r, const struct wire_handoff *m, uint32_t i, uint32_t first)
 {
-    bool right_kind = m->type == (r->method == BT_NET_METHOD_PULL      ? WIRE_HANDOFF_ANNOUNCE
-                                  : r->method == BT_NET_METHOD_MESSAGE ? WIRE_HANDOFF_DATA
-                                                                       : WIRE_HANDOFF_PLACED);
+    bool again = (m->flags & WIRE_HANDOFF_AGAIN) != 0;
+    struct kv_piece *piece = again ? take_again(r, m) : bt_calloc(1, sizeof(*piece));
+
+    if (!piece) {
+        if (!again) {
+            kv_recv_fail(r, BT_E_NOMEM, "handoff: out of memory");
+        }
+        return NULL;
+    }
+    if (!again) {
+        bt_list_init(&piece->link);
+        piece->r = r;
+        piece->layer = m->layer;
+        piece->first_page = first;
+        piece->at = m->pieces[i];
+        r->got[m->layer] = first + piece->at.n_pages;
+    }
+    piece->rc = BT_OK;
+    piece->landed = 0;
+    piece->bytes = (size_t)piece->at.n_pages * r->peer->layout.page_stride;
+    return piece;
+}
+
+static void on_announce(struct kv_recv *r, const struct wire_handoff *m)
+{
     uint32_t first = m->first_page;
 
-    if (!right_kind || (m->type == WIRE_HANDOFF_DATA &&
-                        data.n != (size_t)m->pieces[0].n_pages * r->peer->layout.page_stride)) {
+    for (uint32_t i = 0; i < m->n_pieces; i++) {
+        struct kv_piece *piece = open_piece(r, m, i, first);
+
+        if (!piece) {
+            return;
+        }
+        first += piece->at.n_pages;
+        bt_list_push_back(&r->pieces, &piece->link);
+    }
+    kv_work_ready(r->end.h, &r->work);
+}
+
+/* One part of a piece: the first opens it, the others must follow on. */
+static void on_data(struct kv_recv *r, const struct wire_handoff *m, struct bt_str data)
+{
+    const struct wire_piece *at = &m->pieces[0];
+    struct kv_piece *piece = r->part;
+
+    if (m->offset == 0 && !piece) {
+        if (!check_pieces(r, m)) {
+            return;
+        }
+        piece = open_piece(r, m, 0, m->first_page);
+        if (!piece) {
+            return;
+        }
+        r->part = piece;
+    } else if (!piece || m->layer != piece->layer || m->first_page != piece->first_page ||
+               at->page != piece->at.page || at->n_pages != piece->at.n_pages ||
+               at->sum != piece->at.sum || m->offset != piece->landed) {
+        kv_peer_violation(r->peer, "a part that does not follow on", m);
+        return;
+    }
+    if (data.n == 0 || data.n > piece->bytes - piece->landed) {
+        kv_peer_violation(r->peer, "a part that is empty or too long", m);
+        return;
+    }
+    kv_recv_place_part(piece, data);
+}
+
+static void on_pieces(struct kv_recv *r, const struct wire_handoff *m, struct bt_str data)
+{
+    if (m->type != (r->method == BT_NET_METHOD_PULL      ? WIRE_HANDOFF_ANNOUNCE
+                    : r->method == BT_NET_METHOD_MESSAGE ? WIRE_HANDOFF_DATA
+                                                         : WIRE_HANDOFF_PLACED)) {
         kv_peer_violation(r->peer, "bytes by another method than the ticket's", m);
         return;
     }
-    if (!check_pieces(r, m)) {
+    if (m->type != WIRE_HANDOFF_DATA && !check_pieces(r, m)) {
         return;
     }
     if (r->state == KV_RECV_ADVERTISED) {
         kv_recv_set_state(r, KV_RECV_FILLING);
     }
-    for (uint32_t i = 0; i < m->n_pieces && r->state == KV_RECV_FILLING; i++) {
-        bool again = (m->flags & WIRE_HANDOFF_AGAIN) != 0;
-        struct kv_piece *piece = again ? take_again(r, m) : bt_calloc(1, sizeof(*piece));
+    if (m->type == WIRE_HANDOFF_ANNOUNCE) {
+        on_announce(r, m);
+    } else if (m->type == WIRE_HANDOFF_DATA) {
+        on_data(r, m, data);
+    } else {
+        struct kv_piece *piece = open_piece(r, m, 0, m->first_page);
 
-        if (!piece) {
-            if (!again) {
-                kv_recv_fail(r, BT_E_NOMEM, "handoff: out of memory");
-            }
-            return;
-        }
-        if (!again) {
-            bt_list_init(&piece->link);
-            piece->r = r;
-            piece->layer = m->layer;
-            piece->first_page = first;
-            piece->at = m->pieces[i];
-            first += piece->at.n_pages;
-            r->got[m->layer] = first;
-        }
-        piece->rc = BT_OK;
-        piece->bytes = (size_t)piece->at.n_pages * r->peer->layout.page_stride;
-        if (m->type == WIRE_HANDOFF_ANNOUNCE) {
-            bt_list_push_back(&r->pieces, &piece->link);
-            kv_work_ready(r->end.h, &r->work);
-        } else {
-            kv_recv_place(piece, data); /* may end the recv */
-            return;
+        if (piece) {
+            kv_recv_placed(piece);
         }
     }
 }

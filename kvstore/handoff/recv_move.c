@@ -179,36 +179,55 @@ static void judge(struct kv_piece *piece, uint64_t sum)
 
 /* ---- message, put ---- */
 
-void kv_recv_place(struct kv_piece *piece, struct bt_str data)
+void kv_recv_placed(struct kv_piece *piece)
+{
+    judge(piece, sum_in_place(piece));
+}
+
+/* Bytes [at, at + n) of a piece into our pages, which have P's size. */
+static void place_bytes(struct kv_piece *piece, size_t at, const char *p, size_t n)
 {
     struct kv_recv *r = piece->r;
     size_t stride = r->end.h->layout->page_stride;
 
-    if (r->method == BT_NET_METHOD_PUT) {
-        judge(piece, sum_in_place(piece));
+    while (n > 0) {
+        size_t k = BT_MIN(stride - at % stride, n);
+
+        memcpy(page_at(r, piece->layer, piece->first_page + (uint32_t)(at / stride)) + at % stride,
+               p, k);
+        at += k;
+        p += k;
+        n -= k;
+    }
+}
+
+void kv_recv_place_part(struct kv_piece *piece, struct bt_str data)
+{
+    struct kv_recv *r = piece->r;
+
+    if (!same_pages(r) && !piece->bounce) {
+        piece->bounce = malloc(piece->bytes);
+        if (!piece->bounce) {
+            r->part = NULL;
+            kv_recv_piece_free(piece);
+            kv_recv_fail(r, BT_E_NOMEM, "handoff: out of memory");
+            return;
+        }
+    }
+    if (piece->bounce) {
+        memcpy(piece->bounce + piece->landed, data.p, data.n);
+    } else {
+        place_bytes(piece, piece->landed, data.p, data.n);
+    }
+    piece->landed += data.n;
+    if (piece->landed < piece->bytes) {
         return;
     }
-    if (!same_pages(r)) {
-        uint64_t sum = XXH3_64bits(data.p, data.n);
-
-        if (__atomic_load_n(&kv_handoff_corrupt_next, __ATOMIC_RELAXED) > 0) {
-            char one = 0;
-
-            maybe_corrupt(&one);
-            sum++;
-        }
-        if (sum == piece->at.sum) {
-            scatter(piece, data.p);
-        }
-        judge(piece, sum);
-        return;
+    r->part = NULL;
+    if (piece->bounce) {
+        maybe_corrupt(piece->bounce);
     }
-    for (uint32_t i = 0, n; i < piece->at.n_pages; i += n) {
-        n = run_of(r, piece->first_page + i, piece->at.n_pages - i);
-        memcpy(page_at(r, piece->layer, piece->first_page + i), data.p + (size_t)i * stride,
-               n * stride);
-    }
-    judge(piece, sum_in_place(piece));
+    judge(piece, piece->bounce ? XXH3_64bits(piece->bounce, piece->bytes) : sum_in_place(piece));
 }
 
 /* ---- pull ---- */

@@ -196,6 +196,7 @@ static void go_back(struct kv_send *s, bool owe_aborted)
         kv_work_drop(&s->work);
         s->owe_aborted = owe_aborted;
         kv_send_set_state(s, KV_SEND_RETURNING);
+        kv_send_drop_placed(s);
     }
     check_end(s);
 }
@@ -226,12 +227,14 @@ void kv_send_fail(struct kv_send *s, int rc, const char *msg)
     snprintf(s->why, sizeof(s->why), "%s", msg);
     kv_work_drop(&s->work);
     kv_send_set_state(s, KV_SEND_ABORTING);
+    kv_send_drop_placed(s);
     check_end(s);
 }
 
 void kv_send_peer_lost(struct kv_send *s)
 {
     /* By the net's proof every operation on the peer is back. */
+    kv_send_drop_placed(s);
     BT_BUG_ON(s->n_ops != 0);
     bt_list_remove(&s->peer_link);
     s->peer = NULL;
@@ -609,6 +612,7 @@ int kv_send_create(struct kv_handoff *h,
     bt_list_init(&s->end.look.link);
     bt_list_init(&s->peer_link);
     bt_list_init(&s->work.link);
+    bt_list_init(&s->outs);
     s->work.run = kv_send_move;
     s->timer.fn = on_timer;
     s->events = cfg->events;

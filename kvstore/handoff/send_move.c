@@ -113,11 +113,14 @@ announce(struct kv_send *s, uint32_t layer, uint32_t end, uint32_t *used_pages, 
 
 /* ---- message ---- */
 
+/* One operation, or with put the few that make a piece. */
 struct kv_out {
     struct kv_send *s;
     struct kv_peer *peer;
     size_t bytes;
     /* put */
+    struct bt_list link; /* kv_send.outs */
+    bool placed;
     uint32_t layer, first_page;
     struct wire_piece at;
     uint32_t n_puts;
@@ -132,6 +135,7 @@ static struct kv_out *out_new(struct kv_send *s, size_t bytes)
         kv_send_fail(s, BT_E_NOMEM, "handoff: out of memory");
         return NULL;
     }
+    bt_list_init(&o->link);
     o->s = s;
     o->peer = s->peer;
     o->bytes = bytes;
@@ -146,6 +150,7 @@ static void out_end(struct kv_out *o)
     struct kv_peer *p = o->peer;
 
     p->out_bytes -= o->bytes;
+    bt_list_remove(&o->link);
     free(o);
     /* Room for everyone on this connection. */
     bt_list_for_each (it, &p->sends) {
@@ -163,32 +168,19 @@ static void on_data_sent(void *arg, int rc)
     out_end(arg);
 }
 
-static bool send_data(struct kv_send *s,
-                      uint32_t layer,
-                      uint32_t first,
-                      const struct wire_piece *piece,
-                      uint16_t flags)
+static bool send_part(struct kv_send *s, const struct wire_handoff *m, size_t bytes)
 {
-    size_t bytes = piece_size(s, piece);
+    const char *from = piece_bytes(s, m->layer, &m->pieces[0]);
     char head[WIRE_HANDOFF_MAX_HEAD];
-    struct wire_handoff m;
-    struct kv_out *o;
-    size_t n;
+    size_t n = wire_handoff_pack(m, head);
+    struct kv_out *o = out_new(s, bytes);
 
-    head_of(s, WIRE_HANDOFF_DATA, &m);
-    m.layer = layer;
-    m.first_page = first;
-    m.flags = flags;
-    m.n_pieces = 1;
-    m.pieces[0] = *piece;
-    n = wire_handoff_pack(&m, head);
-    o = out_new(s, bytes);
     if (!o) {
         return false;
     }
-    if (s->peer->closing || bt_net_send(s->peer->net, (struct bt_str){head, n},
-                                        (struct bt_str){piece_bytes(s, layer, piece), bytes},
-                                        on_data_sent, o) != BT_OK) {
+    if (s->peer->closing ||
+        bt_net_send(s->peer->net, (struct bt_str){head, n},
+                    (struct bt_str){from + m->offset, bytes}, on_data_sent, o) != BT_OK) {
         kv_peer_close(s->peer, BT_E_PEER_LOST, "cannot send");
         out_end(o);
         return false;
@@ -196,7 +188,66 @@ static bool send_data(struct kv_send *s,
     return true;
 }
 
+static bool send_data(struct kv_send *s,
+                      uint32_t layer,
+                      uint32_t first,
+                      const struct wire_piece *piece,
+                      uint16_t flags)
+{
+    size_t bytes = piece_size(s, piece), at = 0;
+    struct wire_handoff m;
+
+    head_of(s, WIRE_HANDOFF_DATA, &m);
+    m.layer = layer;
+    m.first_page = first;
+    m.flags = flags;
+    m.n_pieces = 1;
+    m.pieces[0] = *piece;
+    while (at < bytes) {
+        size_t n = BT_MIN(bytes - at, (size_t)KV_DATA_PART_BYTES);
+
+        m.offset = (uint32_t)at;
+        if (!send_part(s, &m, n)) {
+            return false;
+        }
+        at += n;
+    }
+    return true;
+}
+
 /* ---- put ---- */
+
+/* Flushes may come back in any order; D is told in the order of the pages. */
+static void tell_placed(struct kv_send *s)
+{
+    while (!bt_list_empty(&s->outs) && s->peer &&
+           (s->state == KV_SEND_TICKETED || s->state == KV_SEND_COMMITTED)) {
+        struct kv_out *o = BT_LIST_ENTRY(s->outs.next, struct kv_out, link);
+        struct wire_handoff m;
+
+        if (!o->placed) {
+            return;
+        }
+        head_of(s, WIRE_HANDOFF_PLACED, &m);
+        m.layer = o->layer;
+        m.first_page = o->first_page;
+        m.n_pieces = 1;
+        m.pieces[0] = o->at;
+        kv_peer_send(s->peer, &m, (struct bt_str){0});
+        out_end(o);
+    }
+}
+
+void kv_send_drop_placed(struct kv_send *s)
+{
+    bt_list_for_each_safe (it, &s->outs) {
+        struct kv_out *o = BT_LIST_ENTRY(it, struct kv_out, link);
+
+        if (o->placed) {
+            out_end(o);
+        }
+    }
+}
 
 static void on_placed(void *arg, int rc)
 {
@@ -205,16 +256,11 @@ static void on_placed(void *arg, int rc)
 
     if (rc == BT_OK && o->rc == BT_OK &&
         (s->state == KV_SEND_TICKETED || s->state == KV_SEND_COMMITTED)) {
-        struct wire_handoff m;
-
-        head_of(s, WIRE_HANDOFF_PLACED, &m);
-        m.layer = o->layer;
-        m.first_page = o->first_page;
-        m.n_pieces = 1;
-        m.pieces[0] = o->at;
-        kv_peer_send(s->peer, &m, (struct bt_str){0});
+        o->placed = true;
+        tell_placed(s);
+    } else {
+        out_end(o);
     }
-    out_end(o);
 }
 
 static void on_put(void *arg, int rc)
@@ -247,6 +293,7 @@ put_piece(struct kv_send *s, uint32_t layer, uint32_t first, const struct wire_p
     o->layer = layer;
     o->first_page = first;
     o->at = *piece;
+    bt_list_push_back(&s->outs, &o->link);
     o->n_puts = 1; /* ours, until all are posted */
     for (uint32_t i = 0; i < piece->n_pages;) {
         const uint32_t *to = &s->d_pages[first + i];

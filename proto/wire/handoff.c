@@ -125,6 +125,10 @@ static void pack_pieces(const struct wire_handoff *m, struct cursor *c)
         put(c, 0, 4);
         put(c, m->pieces[i].sum, 8);
     }
+    if (m->type == WIRE_HANDOFF_DATA) {
+        put(c, m->offset, 4);
+        put(c, 0, 4);
+    }
 }
 
 static void pack_rest(const struct wire_handoff *m, struct cursor *c)
@@ -271,6 +275,10 @@ static void unpack_pieces(struct cursor *c, struct wire_handoff *m)
         if (m->pieces[i].n_pages == 0) {
             c->bad = true;
         }
+    }
+    if (m->type == WIRE_HANDOFF_DATA) {
+        m->offset = get32(c);
+        get_zero(c, 4);
     }
 }
 

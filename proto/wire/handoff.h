@@ -20,9 +20,11 @@
  *                    40  u32 key bytes   44  u32 zero   48  key
  *                        data: n_pages times {u32 page, u32 generation}; PUT alone, else none
  *   ANNOUNCE, DATA,  28  u32 layer   32  u32 first page of the prompt, in P's pages
- *   PLACED           36  u16 n_pieces (DATA: 1)   38  u16 flags (1 = sent again)
+ *   PLACED           36  u16 n_pieces (DATA, PLACED: 1)   38  u16 flags (1 = sent again)
  *                    40  n_pieces times {u32 P's page, u32 generation, u32 n_pages, u32 zero,
- *                        u64 XXH3-64 of the bytes}; DATA: the bytes are the data
+ *                        u64 XXH3-64 of the bytes}
+ *                        DATA: u32 offset of the data in the piece, u32 zero; the parts of a piece
+ *                        come one after the other, the sum is that of the whole
  *   COMMIT           28  u32 n_tokens   32  u32 n_first   36  u32 zero   40  n_first times i32
  *   RESEND           28  u32 layer   32  u32 first page   36  u32 n_pages   40  u32 generation
  *   ABORT, NO        28  i32 code   32  u16 text bytes   34  u16 zero   36  text
@@ -94,6 +96,7 @@ struct wire_handoff {
     uint32_t layer, first_page;   /* ANNOUNCE, DATA, PLACED, RESEND */
     uint32_t n_pages, generation; /* RESEND; n_pages also TICKET */
     uint16_t flags;
+    uint32_t offset; /* DATA */
     uint32_t n_pieces;
     struct wire_piece pieces[WIRE_HANDOFF_MAX_PIECES];
     uint32_t n_first;

@@ -117,6 +117,16 @@ static void child_end(struct child *c)
     fclose(c->from);
 }
 
+/* Returns when it is over with the process: a signal takes its time to reach all threads. The
+ * process stays unreaped, as children of a busy parent do. */
+static void hit(const struct child *c, int sig)
+{
+    siginfo_t info;
+
+    kill(c->pid, sig);
+    assert_int_equal(waitid(P_PID, (id_t)c->pid, &info, WEXITED | WSTOPPED | WNOWAIT), 0);
+}
+
 static void open_node(struct node *n, const char *name, const char *transports)
 {
     struct bt_err err = {0};
@@ -170,7 +180,7 @@ static void p_is_gone(const char *transports, int percent, int sig)
     fprintf(c.to, "send 5\n");
     assert_int_equal(prompt_recv(&b, "p0", 1, c.address), BT_OK);
     assert_true(EVENTUALLY(kv_handoff_stats(d.h).bytes >= want));
-    kill(c.pid, sig);
+    hit(&c, sig);
     assert_true(EVENTUALLY(LOAD(b.done)));
     assert_int_equal(b.rc, BT_E_PEER_LOST);
     prompt_free(&b, KV_OWNER_TRANSFER);
@@ -200,7 +210,7 @@ static void d_is_gone(const char *transports, int percent, int sig)
     assert_true(EVENTUALLY(LOAD(a.ticketed)));
     prompt_compute(&a, 0, at);
     side_nap();
-    kill(c.pid, sig);
+    hit(&c, sig);
     /* The prompt is kept; another decode node gets it. */
     prompt_compute(&a, at, TOKENS);
     prompt_finish(&a);

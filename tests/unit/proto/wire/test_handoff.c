@@ -46,6 +46,7 @@ static struct wire_handoff sample(enum wire_handoff_type type)
         m.first_page = 4;
         m.n_pieces = type == WIRE_HANDOFF_ANNOUNCE ? WIRE_HANDOFF_MAX_PIECES : 1;
         for (uint32_t i = 0; i < m.n_pieces; i++) {
+            m.offset = type == WIRE_HANDOFF_DATA ? 61440 : 0;
             m.pieces[i] = (struct wire_piece){i, i * 7, 1 + i, 0x9e3779b97f4a7c15ull * i};
         }
     }
