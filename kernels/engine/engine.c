@@ -127,7 +127,11 @@ static void handle_cancel(struct bt_msg *msg, void *consumer)
 static void publish_stats(struct kn_engine *e)
 {
     struct kn_sched_stats s = kn_sched_stats(e->sched);
+    struct kv_index_stats x = {0};
 
+    if (e->index) {
+        x = kv_index_stats(e->index);
+    }
 #define PUT(field, value) atomic_store_explicit(&e->stats.field, (value), memory_order_relaxed)
     PUT(waiting, s.n_state[KN_SEQ_WAITING] + s.n_state[KN_SEQ_PREEMPTED]);
     PUT(running, s.n_state[KN_SEQ_RUNNING] + s.n_state[KN_SEQ_PREFILLING]);
@@ -137,6 +141,9 @@ static void publish_stats(struct kn_engine *e)
     PUT(tokens_computed, s.tokens_computed);
     PUT(tokens_generated, s.tokens_generated);
     PUT(preemptions, s.preemptions);
+    PUT(tokens_cached, s.tokens_cached);
+    PUT(blocks_evicted, x.evictions);
+    PUT(key_collisions, x.collisions);
 #undef PUT
 }
 
@@ -229,6 +236,9 @@ static int check_cfg(const struct kn_engine_cfg *cfg, struct bt_err *err)
         return BT_FAIL(err, BT_E_CONFIG, "max_ctx is %d, the model has %d positions", cfg->max_ctx,
                        mc->n_ctx);
     }
+    if (cfg->block_tokens > 0 && !cfg->key.model_digest) {
+        return BT_FAIL(err, BT_E_CONFIG, "prefix reuse needs the model's digest");
+    }
     if (cfg->max_batch_tokens < 1 || cfg->max_running < 1 || cfg->max_waiting < 1) {
         return BT_FAIL(err, BT_E_CONFIG,
                        "max_batch_tokens %d, max_running %d and max_waiting %d must be at least 1",
@@ -287,10 +297,31 @@ static int create_exec(struct kn_engine *e, struct bt_err *err)
     return kn_exec_create(&cfg, &e->exec, err);
 }
 
+/* After the executor: its numerics are part of the keys. */
+static int create_index(struct kn_engine *e, struct bt_err *err)
+{
+    struct kv_index_cfg cfg = {
+        .pool = e->pool, .block_tokens = e->cfg.block_tokens, .key_bits = e->cfg.key_bits};
+    struct kv_key_root_args key = e->cfg.key;
+    uint8_t format[32];
+    int rc;
+
+    if (e->cfg.block_tokens == 0) {
+        return BT_OK;
+    }
+    kv_layout_digest(kv_pool_layout(e->pool), format);
+    key.kv_format_digest = format;
+    key.numerics = bt_str_of(kn_engine_numerics(e));
+    rc = kv_index_create(&cfg, &e->index, err);
+    return rc < 0 ? rc : kv_index_root(e->index, &key, &e->root, err);
+}
+
 static int create_sched(struct kn_engine *e, struct bt_err *err)
 {
     struct kn_sched_cfg cfg = {
         .pool = e->pool,
+        .index = e->index,
+        .root = e->root,
         .max_batch_tokens = e->cfg.max_batch_tokens,
         .max_running = e->cfg.max_running,
         .n_vocab = bt_model_config(e->cfg.file)->n_vocab,
@@ -325,7 +356,9 @@ int kn_engine_create(const struct kn_engine_cfg *cfg,
     bt_mailbox_init(&e->mailbox, bt_eventfd_wake, &e->wake_fd);
     rc = create_pool(e, err);
     rc = rc < 0 ? rc : create_exec(e, err);
+    rc = rc < 0 ? rc : create_index(e, err);
     rc = rc < 0 ? rc : create_sched(e, err);
+    memset(&e->cfg.key, 0, sizeof(e->cfg.key)); /* was borrowed */
     rc = rc < 0 ? rc : bt_eventfd_create(&e->wake_fd, err);
     if (rc < 0) {
         kn_engine_destroy(e);
@@ -354,7 +387,7 @@ bool kn_engine_stop(struct kn_engine *e)
         pthread_join(e->thread, NULL);
         e->started = false;
     }
-    return kv_pool_audit(e->pool);
+    return (!e->index || kv_index_clear(e->index)) && kv_pool_audit(e->pool);
 }
 
 void kn_engine_destroy(struct kn_engine *e)
@@ -364,6 +397,7 @@ void kn_engine_destroy(struct kn_engine *e)
     }
     BT_BUG_ON(e->started);
     kn_sched_destroy(e->sched);
+    kv_index_destroy(e->index);
     kn_exec_destroy(e->exec);
     kv_pool_destroy(e->pool);
     bt_mailbox_fini(&e->mailbox);
@@ -442,6 +476,7 @@ int kn_engine_submit(struct kn_engine *e, const struct kn_submit_args *a, struct
     const struct bt_model_config *mc = kn_engine_config(e);
     struct kn_seq_cfg cfg = {.max_tokens = e->max_tokens,
                              .page_tokens = (uint32_t)e->cfg.page_tokens,
+                             .block_tokens = (uint32_t)e->cfg.block_tokens,
                              .eos = mc->eos,
                              .n_eos = (uint32_t)mc->n_eos};
     uint32_t waiting;
@@ -499,8 +534,9 @@ struct kn_engine_stats kn_engine_stats(const struct kn_engine *e)
 {
 #define GET(field) .field = atomic_load_explicit(&e->stats.field, memory_order_relaxed)
     return (struct kn_engine_stats){
-        GET(waiting), GET(running),         GET(holding),          GET(tokens_waiting),
-        GET(steps),   GET(tokens_computed), GET(tokens_generated), GET(preemptions),
+        GET(waiting),       GET(running),         GET(holding),          GET(tokens_waiting),
+        GET(steps),         GET(tokens_computed), GET(tokens_generated), GET(preemptions),
+        GET(tokens_cached), GET(blocks_evicted),  GET(key_collisions),
     };
 #undef GET
 }

@@ -20,6 +20,7 @@
 #include "common/file/model.h"
 #include "common/mem/mem.h"
 #include "kernels/model/sampler.h"
+#include "kvstore/block/key.h"
 #include "kvstore/handoff/handoff.h"
 
 enum kn_leg { KN_LEG_LOCAL, KN_LEG_PREFILL, KN_LEG_DECODE };
@@ -36,7 +37,7 @@ struct kn_output {
     bool handed_over;              /* prefill leg: D has it all; last output */
     int rc;                        /* < 0: failed, last output; err_msg says why */
     char err_msg[160];
-    uint32_t cached_tokens;
+    uint32_t cached_tokens; /* of prompt and answered, not computed because their KV was here */
 };
 
 /* One engine step's outputs; belongs to the receiver, who frees it with kn_step_free. `msg` is
@@ -55,8 +56,16 @@ struct kn_engine_cfg {
     const char *isa;
     enum kv_dtype kv_dtype;
     int page_tokens;
-    size_t pool_bytes;    /* rounded down to pages */
-    int max_ctx;          /* 0 = the model's */
+    size_t pool_bytes; /* rounded down to pages */
+    int max_ctx;       /* 0 = the model's */
+    /* Prefix reuse: tokens of an identity block, a multiple of the page's; 0 = off. `key` is what
+     * the engine does not know of the root of block keys, borrowed for the call of create; its
+     * format and numerics are filled in. key_bits: 0 = whole keys; fewer make collisions, for
+     * tests.
+     */
+    int block_tokens;
+    int key_bits;
+    struct kv_key_root_args key;
     int max_batch_tokens; /* chunk budget of one step, e.g. 512 */
     int max_running;      /* sequences in one step */
     int max_waiting;      /* requests queued; more are refused with BT_E_EXHAUSTED */
@@ -74,8 +83,8 @@ int kn_engine_create(const struct kn_engine_cfg *cfg,
 int kn_engine_start(struct kn_engine *e,
                     struct kv_handoff *handoff,
                     struct bt_err *err) BT_MUST_USE;
-/* Cancels everything, waits for proof of every transfer, stops the thread. True if all pages came
- * back. The handoff must still run. */
+/* Cancels everything, waits for proof of every transfer, stops the thread, empties the prefix
+ * index. True if all pages came back. The handoff must still run. */
 bool kn_engine_stop(struct kn_engine *e);
 void kn_engine_destroy(struct kn_engine *e);
 
@@ -117,6 +126,8 @@ struct kn_engine_stats {
         holding; /* holding: finished prompts waiting for their decode node */
     uint64_t tokens_waiting;
     uint64_t steps, tokens_computed, tokens_generated, preemptions;
+    uint64_t tokens_cached; /* taken from the prefix index instead of computed */
+    uint64_t blocks_evicted, key_collisions;
 };
 struct kn_engine_stats kn_engine_stats(const struct kn_engine *e); /* any thread */
 

@@ -11,6 +11,8 @@ struct kn_engine {
     int max_ctx;         /* tokens of prompt and answer together */
     uint32_t max_tokens; /* the same, or the pool's where that is less */
     struct kv_pool *pool;
+    struct kv_index *index; /* engine thread; NULL = no prefix reuse */
+    struct kv_key root;     /* of block keys */
     struct kn_exec *exec;
     struct kn_sched *sched;     /* engine thread */
     struct kn_token *drawn;     /* [max_running] */
@@ -27,6 +29,7 @@ struct kn_engine {
     struct {               /* written by the engine thread, read by any; relaxed: each by itself */
         atomic_uint waiting, running, holding;
         atomic_ullong tokens_waiting, steps, tokens_computed, tokens_generated, preemptions;
+        atomic_ullong tokens_cached, blocks_evicted, key_collisions;
     } stats;
 };
 

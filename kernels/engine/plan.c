@@ -1,4 +1,4 @@
-/* Scheduler, second half: what runs in the next step, and who gives way when pages are short. The
+/* Scheduler, second part: what runs in the next step, and who gives way when pages are short. The
  * policy is described in scheduler.h.
  *
  * Why nothing stands still: a queued request takes all its pages at once or none, so only RUNNING
@@ -10,6 +10,8 @@
 #include "kernels/engine/scheduler_int.h"
 
 #include "common/thr/time.h"
+
+#include <stdlib.h>
 
 /* What may be done to make room. */
 enum { ROOM_DROP = 1, ROOM_PREEMPT = 2, ROOM_WITHDRAW = 4 };
@@ -27,11 +29,6 @@ struct planner {
     bool fail_slot;      /* likewise for a slot */
     bool withdrawing;    /* free pages are kept for an older request until proofs are in */
 };
-
-static uint32_t n_free(const struct kn_sched *sched)
-{
-    return kv_pool_stats(sched->cfg.pool).n_free;
-}
 
 static uint32_t remaining(const struct kn_seq *s)
 {
@@ -138,19 +135,25 @@ static void withdraw(struct planner *p, const struct kn_seq *needy, uint32_t n)
 static bool make_room(struct planner *p, const struct kn_seq *needy, uint32_t n, unsigned how)
 {
     struct kn_sched *sched = p->sched;
-    uint32_t room = n_free(sched);
+    uint32_t room = kn_sched_room(sched);
 
     if (room >= n) {
         return true;
     }
     if (how & ROOM_DROP) {
         bt_list_for_each (l, &sched->lists[KN_LIST_AWAY]) {
-            room += droppable(kn_seq_of(l)) ? kn_seq_of(l)->n_pages : 0;
+            room += droppable(kn_seq_of(l)) ? kn_sched_count_room(sched, kn_seq_of(l)) : 0;
         }
     }
     if (how & ROOM_PREEMPT) {
         bt_list_for_each (l, &sched->lists[KN_LIST_ACTIVE]) {
-            room += preemptable(p, kn_seq_of(l), needy) ? kn_seq_of(l)->n_pages : 0;
+            room +=
+                preemptable(p, kn_seq_of(l), needy) ? kn_sched_count_room(sched, kn_seq_of(l)) : 0;
+        }
+    }
+    for (int i = 0; i < KN_LIST_NONE; i++) {
+        bt_list_for_each (l, &sched->lists[i]) {
+            kn_sched_uncount(sched, kn_seq_of(l));
         }
     }
     if (room < n) {
@@ -159,7 +162,7 @@ static bool make_room(struct planner *p, const struct kn_seq *needy, uint32_t n,
         }
         return false;
     }
-    while (n_free(sched) < n) {
+    while (kn_sched_room(sched) < n) {
         if (!((how & ROOM_DROP) && drop_one(p)) &&
             !((how & ROOM_PREEMPT) && preempt_one(p, needy))) {
             return false;
@@ -190,15 +193,6 @@ static void note_needy(struct planner *p, struct kn_seq *s)
     }
 }
 
-static void take_pages(struct kn_sched *sched, struct kn_seq *s, uint32_t n, enum kv_owner owner)
-{
-    uint32_t after = s->n_pages > 0 ? s->pages[s->n_pages - 1] : KV_PAGE_NONE;
-
-    BT_BUG_ON(kv_pool_take(sched->cfg.pool, n, owner, after, s->pages + s->n_pages) != BT_OK);
-    s->page_owner = owner;
-    s->n_pages += n;
-}
-
 /* ---- 1: running requests ---- */
 
 /* Requests that have no tokens yet take theirs, as long as more than `share` tokens are left. */
@@ -224,7 +218,7 @@ static void plan_running(struct planner *p, uint32_t share)
                 note_needy(p, s);
                 continue;
             }
-            take_pages(sched, s, need - s->n_pages, KV_OWNER_SEQ);
+            kn_sched_take_pages(sched, s, need - s->n_pages, KV_OWNER_SEQ);
             s->needy_ns = 0;
         }
         s->step_tokens = n;
@@ -263,7 +257,7 @@ static bool get_place(struct planner *p, struct kn_seq *s, uint32_t n_pages)
     how |= forced || (s->xfer_open && has_ticket(s)) ? ROOM_DROP : 0;
     how |= forced ? ROOM_PREEMPT : 0;
     how |= forced && waited >= sched->cfg.withdraw_ns ? ROOM_WITHDRAW : 0;
-    if (n_free(sched) < n_pages + headroom &&
+    if (kn_sched_room(sched) < n_pages + headroom &&
         !(how && n_pages < p->fail_pages && make_room(p, s, n_pages, how))) {
         if (how) {
             p->fail_pages = BT_MIN(p->fail_pages, n_pages);
@@ -279,7 +273,7 @@ static void admit_recv(struct planner *p, struct kn_seq *s, uint32_t n_pages)
     struct bt_err err = {.rc = BT_OK};
     int rc;
 
-    take_pages(sched, s, n_pages, KV_OWNER_TRANSFER);
+    kn_sched_take_pages(sched, s, n_pages, KV_OWNER_TRANSFER);
     rc = sched->cfg.xfer->recv_create(sched->cfg.xfer_arg, s, &err);
     if (rc == BT_OK) {
         s->xfer_open = true;
@@ -294,15 +288,20 @@ static void admit_recv(struct planner *p, struct kn_seq *s, uint32_t n_pages)
     kn_sched_end(sched, s, rc, bt_err_msg(&err, rc));
 }
 
+/* The held run is part of the n_pages. */
 static void admit_compute(struct planner *p, struct kn_seq *s, uint32_t n_pages)
 {
     struct kn_sched *sched = p->sched;
 
-    take_pages(sched, s, n_pages, KV_OWNER_SEQ);
+    kn_sched_use_held(sched, s);
+    kn_sched_take_pages(sched, s, n_pages - s->n_pages, KV_OWNER_SEQ);
     kn_sched_set_state(sched, s, KN_SEQ_PREFILLING);
     s->held_ns = p->now_ns;
     if (s->leg == KN_LEG_PREFILL) {
         sched->cfg.xfer->send_pages(sched->cfg.xfer_arg, s);
+        if (s->n_computed > 0) {
+            sched->cfg.xfer->send_cached(sched->cfg.xfer_arg, s, s->n_computed);
+        }
     }
 }
 
@@ -325,13 +324,21 @@ static void plan_admission(struct planner *p)
     for (l = head->next; l != head && !p->withdrawing; l = next) {
         struct kn_seq *s = kn_seq_of(l);
         uint32_t n_pages = kv_layout_pages_for(layout, kn_seq_target(s)), todo = remaining(s);
-        bool small = (uint64_t)todo * SMALL_FACTOR <= largest && planned - largest < p->budget / 2;
+        bool full = kn_seq_computes(s) && planned >= p->budget;
+        uint32_t hit;
 
         next = l->next;
-        if (kn_seq_computes(s) && planned >= p->budget && !small) {
+        if (full && planned - largest >= p->budget / 2) {
             continue; /* there is nothing to compute it with in this step */
         }
-        if (!get_place(p, s, n_pages)) {
+        hit = kn_sched_match(sched, s);
+        todo -= hit * kn_sched_block_tokens(sched);
+        if (full && (uint64_t)todo * SMALL_FACTOR > largest) {
+            continue; /* likewise, unless it is small */
+        }
+        kn_sched_hold(sched, s);
+        if (!get_place(p, s, n_pages - hit * kn_sched_block_pages(sched))) {
+            kn_sched_unhold(sched, s);
             note_needy(p, s);
             continue;
         }
@@ -391,10 +398,37 @@ static void plan_prompts(struct planner *p)
 
 /* ---- the plan ---- */
 
-static void add_row(struct kn_step_plan *plan, const struct kn_seq *s, const struct kv_layout *lay)
+/* Shared pages are in the tables of many rows: their sum has no bound that is worth reserving. */
+static bool grow_pages(struct kn_sched *sched, uint32_t n)
 {
-    struct kn_plan_row *row = &plan->rows[plan->n_rows++];
+    uint64_t cap = sched->cap_plan_pages;
+    uint32_t *p;
 
+    if (n <= cap) {
+        return true;
+    }
+    cap = BT_MAX(2 * cap, (uint64_t)n);
+    p = cap <= UINT32_MAX ? realloc(sched->plan.pages, cap * sizeof(*p)) : NULL;
+    if (!p) {
+        return false;
+    }
+    sched->plan.pages = p;
+    sched->cap_plan_pages = (uint32_t)cap;
+    return true;
+}
+
+static void add_row(struct kn_sched *sched, struct kn_seq *s)
+{
+    const struct kv_layout *lay = kv_pool_layout(sched->cfg.pool);
+    struct kn_step_plan *plan = &sched->plan;
+    uint32_t n_pages = kv_layout_pages_for(lay, s->n_computed + s->step_tokens);
+    struct kn_plan_row *row;
+
+    if (!grow_pages(sched, plan->n_pages + n_pages)) {
+        s->step_tokens = 0; /* it runs in a later step */
+        return;
+    }
+    row = &plan->rows[plan->n_rows++];
     *row = (struct kn_plan_row){
         .tag = s->tag,
         .slot = s->slot,
@@ -402,7 +436,7 @@ static void add_row(struct kn_step_plan *plan, const struct kn_seq *s, const str
         .n_tokens = s->step_tokens,
         .first_id = plan->n_tokens,
         .first_page = plan->n_pages,
-        .n_pages = kv_layout_pages_for(lay, s->n_computed + s->step_tokens),
+        .n_pages = n_pages,
         .n_answer = s->n_answer,
         .draw = s->step_tokens == remaining(s) && kn_seq_draws(s),
     };
@@ -444,7 +478,7 @@ const struct kn_step_plan *kn_sched_plan(struct kn_sched *sched, uint64_t now_ns
     plan_running(&p, 0); /* what prompts left over */
     bt_list_for_each (l, &sched->lists[KN_LIST_ACTIVE]) {
         if (kn_seq_of(l)->step_tokens > 0) {
-            add_row(plan, kn_seq_of(l), kv_pool_layout(sched->cfg.pool));
+            add_row(sched, kn_seq_of(l));
         }
     }
     return plan;

@@ -1,4 +1,4 @@
-/* Scheduler, first half: requests come, change state and go. plan.c is the other half.
+/* Scheduler, first part: requests come, change state and go. plan.c plans, prefix.c shares.
  *
  * Every request is in exactly one list, that of its state, ordered by claim. A request's memory is
  * freed right after its last output, or, where a transfer is open, after the transfer's proof.
@@ -34,6 +34,7 @@ int kn_sched_create(const struct kn_sched_cfg *cfg, struct kn_sched **ret, struc
     sched->free_slots = bt_calloc((size_t)cfg->max_running, sizeof(*sched->free_slots));
     sched->plan.rows = bt_calloc((size_t)cfg->max_running, sizeof(*sched->plan.rows));
     sched->plan.ids = bt_calloc((size_t)cfg->max_batch_tokens, sizeof(*sched->plan.ids));
+    sched->cap_plan_pages = n_pages;
     sched->plan.pages = bt_calloc(n_pages, sizeof(*sched->plan.pages));
     if (!sched->slots || !sched->free_slots || !sched->plan.rows || !sched->plan.ids ||
         !sched->plan.pages) {
@@ -108,23 +109,9 @@ void kn_sched_set_state(struct kn_sched *sched, struct kn_seq *s, enum kn_seq_st
     kn_sched_recount(sched, s);
 }
 
-void kn_sched_free_pages(struct kn_sched *sched, struct kn_seq *s)
+static void say(struct kn_sched *sched, struct kn_seq *s, struct kn_output *out)
 {
-    kv_pool_give(sched->cfg.pool, s->pages, s->n_pages, s->page_owner);
-    s->n_pages = 0;
-    s->n_computed = 0;
-}
-
-void kn_sched_own_pages(struct kn_sched *sched, struct kn_seq *s, enum kv_owner owner)
-{
-    if (s->page_owner != owner) {
-        kv_pool_set_owner(sched->cfg.pool, s->pages, s->n_pages, s->page_owner, owner);
-        s->page_owner = owner;
-    }
-}
-
-static void say(struct kn_sched *sched, struct kn_seq *s, const struct kn_output *out)
-{
+    out->cached_tokens = s->cached_tokens;
     BT_BUG_ON(s->said_last);
     s->said_last = out->rc < 0 || out->finish != KN_FINISH_NONE || out->handed_over;
     sched->cfg.output(sched->cfg.output_arg, out);
@@ -243,7 +230,7 @@ static void recv_complete(struct kn_sched *sched, struct kn_seq *s, const struct
     enum kn_finish end = KN_FINISH_NONE;
 
     s->received = true;
-    s->n_computed = s->n_prompt + s->n_answered;
+    s->placed = true; /* KV that was received is no cache hit, also after a preemption */
     kn_sched_own_pages(sched, s, KV_OWNER_SEQ);
     if (first->n_tokens > KV_HANDOFF_MAX_FIRST) {
         finish_rc(sched, s, BT_E_PEER_PROTOCOL, "the prefill node sent too many first tokens");
@@ -257,14 +244,15 @@ static void recv_complete(struct kn_sched *sched, struct kn_seq *s, const struct
         }
         end = kn_seq_append(s, first->ids[i]);
     }
+    /* At least one token is computed here, also if P drew none. */
+    s->n_computed = BT_MIN(s->n_prompt + s->n_answered, kn_seq_target(s) - 1);
+    kn_sched_publish(sched, s);
     if (end != KN_FINISH_NONE) {
         struct kn_output last = {.finish = end};
 
         finish(sched, s, &last);
         return;
     }
-    /* At least one token is computed here, also if P drew none. */
-    s->n_computed = BT_MIN(s->n_computed, kn_seq_target(s) - 1);
     kn_sched_set_state(sched, s, KN_SEQ_RUNNING);
 }
 
@@ -375,6 +363,7 @@ void kn_sched_step_done(struct kn_sched *sched,
         s->n_computed += row->n_tokens;
         s->step_tokens = 0;
         kn_sched_recount(sched, s);
+        kn_sched_publish(sched, s);
         if (row->draw) {
             row_complete(sched, s, drawn++);
         } else if (s->n_computed == kn_seq_target(s)) {

@@ -7,10 +7,13 @@
  *     a transfer's pieces are long. The scan never stops at a request that does not fit.
  *   3 The rest of the budget goes to prompts. A prompt that needs more than one step leaves half to
  *     those a quarter of its size and smaller.
- * When pages are short, in this order: finished prompts of prefill legs that no decode node has
- * asked for are dropped; then the youngest holder younger than the needy request is preempted, for
- * a holder at once, for a queued request after `patience_ns`, and only if that is enough; then
- * unfilled reservations younger than it are withdrawn (`withdraw_ns`).
+ * Prefix reuse (prefix.c): a request that is admitted takes over the longest run of blocks of its
+ * known tokens that lies in the index, except that at least one token is left to compute, and
+ * computes the rest. Blocks that become full go into the index. Cached blocks that nobody uses
+ * count as free pages. When pages are short, in this order: finished prompts of prefill legs that
+ * no decode node has asked for are dropped; then the youngest holder younger than the needy request
+ * is preempted, for a holder at once, for a queued request after `patience_ns`, and only if that is
+ * enough; then unfilled reservations younger than it are withdrawn (`withdraw_ns`).
  *
  * Thread: one (the engine's).
  */
@@ -48,7 +51,9 @@ struct kn_step_plan {
  * kn_sched_xfer_done, exactly once, later. */
 struct kn_xfer_ops {
     int (*send_create)(void *arg, struct kn_seq *s, struct bt_err *err);
-    void (*send_pages)(void *arg, struct kn_seq *s);  /* whole page table is there */
+    void (*send_pages)(void *arg, struct kn_seq *s); /* whole page table is there */
+    /* The first n tokens are there, all layers. */
+    void (*send_cached)(void *arg, struct kn_seq *s, uint32_t n);
     void (*send_finish)(void *arg, struct kn_seq *s); /* prompt computed, first token drawn */
     bool (*send_rewind)(void *arg, struct kn_seq *s);
     void (*send_abort)(void *arg, struct kn_seq *s, int rc);
@@ -58,6 +63,8 @@ struct kn_xfer_ops {
 
 struct kn_sched_cfg {
     struct kv_pool *pool;
+    struct kv_index *index; /* NULL = no prefix reuse */
+    struct kv_key root;     /* of all requests */
     int max_batch_tokens;
     int max_running;
     int n_vocab;
@@ -113,6 +120,7 @@ struct kn_sched_stats {
     uint32_t n_live;
     uint64_t tokens_waiting; /* to be computed before their first token */
     uint64_t steps, tokens_computed, tokens_generated, preemptions, withdrawals;
+    uint64_t tokens_cached; /* found in the index at first admissions */
 };
 struct kn_sched_stats kn_sched_stats(const struct kn_sched *sched);
 

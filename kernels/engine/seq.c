@@ -100,7 +100,12 @@ int kn_seq_create(const struct kn_submit_args *a,
     s->peer_address = strdup(a->peer_address ? a->peer_address : "");
     s->ids = bt_calloc((size_t)max_total + KV_HANDOFF_MAX_FIRST, sizeof(*s->ids));
     s->pages = bt_calloc((size_t)max_total / cfg->page_tokens + 2, sizeof(*s->pages));
-    if (!copy_sampling(s, a->sampling, cfg) || !s->ids || !s->pages || !s->peer_name ||
+    if (cfg->block_tokens > 0) {
+        s->keys = bt_calloc((size_t)max_total / cfg->block_tokens + 1, sizeof(*s->keys));
+        s->blocks = bt_calloc((size_t)max_total / cfg->block_tokens + 1, sizeof(struct kv_block *));
+    }
+    if ((cfg->block_tokens > 0 && (!s->keys || !s->blocks)) ||
+        !copy_sampling(s, a->sampling, cfg) || !s->ids || !s->pages || !s->peer_name ||
         !s->peer_address) {
         kn_seq_destroy(s);
         return BT_FAIL(err, BT_E_NOMEM, "request: no memory for %zu tokens", (size_t)max_total);
@@ -118,11 +123,13 @@ void kn_seq_destroy(struct kn_seq *s)
     if (!s) {
         return;
     }
-    BT_BUG_ON(s->n_pages != 0 || s->xfer_open || s->slot != KN_SLOT_NONE);
+    BT_BUG_ON(s->n_pages != 0 || s->n_blocks != 0 || s->xfer_open || s->slot != KN_SLOT_NONE);
     free((void *)s->sampling.bias); /* ours: copied in copy_sampling */
     free(s->ends);
     free(s->ids);
     free(s->pages);
+    free(s->keys);
+    free(s->blocks);
     free(s->peer_name);
     free(s->peer_address);
     free(s);

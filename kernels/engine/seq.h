@@ -8,6 +8,7 @@
 
 #include "common/ds/list.h"
 #include "kernels/engine/engine.h"
+#include "kvstore/block/index.h"
 
 #include <stdatomic.h>
 
@@ -41,9 +42,22 @@ struct kn_seq {
     uint32_t n_computed; /* tokens whose K and V lie in pages */
     uint32_t *pages;     /* page table */
     uint32_t n_pages;
-    enum kv_owner page_owner; /* of all of them */
-    uint32_t slot;            /* KN_SLOT_NONE or its place among the rows */
-    uint32_t step_tokens;     /* planned for this step */
+    enum kv_owner page_owner; /* of all that are its own */
+
+    /* Prefix reuse; all NULL and 0 without an index. The pages of held blocks are the index's,
+     * except where the request had computed the same block itself and could not change over. */
+    struct kv_key *keys; /* of full blocks, made when first needed */
+    uint32_t n_keys;
+    struct kv_block **blocks; /* [n_blocks] held, first to last; queued: [n_match] matched */
+    uint32_t n_blocks;
+    uint32_t n_match;
+    uint64_t match_changes; /* kv_index_changes when n_match was found + 1; 0 = never */
+    bool unlisted;          /* another block has a key of it: publishes no more */
+    bool placed;            /* has had pages before: a hit now is no cache hit to tell */
+    uint32_t cached_tokens; /* of the known ones, found when it first got pages */
+
+    uint32_t slot;           /* KN_SLOT_NONE or its place among the rows */
+    uint32_t step_tokens;    /* planned for this step */
     uint64_t needy_ns;       /* since when it has been waiting for pages or a slot, 0 = it is not */
     uint64_t held_ns;        /* since when it has had pages and could compute */
     uint32_t counted_tokens; /* its part of the scheduler's tokens_waiting */
@@ -77,6 +91,7 @@ struct kn_seq {
 struct kn_seq_cfg {
     uint32_t max_tokens; /* of prompt and answer together: context or pool, what is less */
     uint32_t page_tokens;
+    uint32_t block_tokens; /* 0 = no prefix index */
     const int32_t *eos;
     uint32_t n_eos;
 };

@@ -76,6 +76,15 @@ static void send_pages(void *arg, struct kn_seq *s)
     kv_send_set_pages(s->send, 0, s->pages, s->n_pages);
 }
 
+static void send_cached(void *arg, struct kn_seq *s, uint32_t n)
+{
+    const struct kn_engine *e = arg;
+
+    for (int layer = 0; layer < kv_pool_layout(e->pool)->n_layers; layer++) {
+        kv_send_progress(s->send, 0, n, layer);
+    }
+}
+
 static void send_finish(void *arg, struct kn_seq *s)
 {
     struct kv_first first = {.n_tokens = 1, .ids = {s->ids[s->n_prompt + s->n_answered]}};
@@ -122,6 +131,7 @@ static void recv_abort(void *arg, struct kn_seq *s, int rc)
 const struct kn_xfer_ops kn_xfer_handoff = {
     .send_create = send_create,
     .send_pages = send_pages,
+    .send_cached = send_cached,
     .send_finish = send_finish,
     .send_rewind = send_rewind,
     .send_abort = send_abort,

@@ -23,6 +23,7 @@ struct rig_result {
     uint32_t first, n; /* the range that was emitted */
     bool last, handed_over;
     enum kn_finish finish;
+    uint32_t cached;
     int rc;
     char err_msg[160];
 };
@@ -45,6 +46,7 @@ static inline void rig_output(struct rig *r, const struct kn_output *o)
         r->broken = "output after the last one";
         return;
     }
+    res->cached = o->cached_tokens;
     if (o->n_tokens > 0 && res->n == 0) {
         res->first = res->n = o->offset;
     }
@@ -98,10 +100,12 @@ struct rig_opts {
     uint32_t n_pages;
     int max_waiting; /* 0 = many */
     int max_ctx;
+    int block, key_bits; /* prefix reuse; 0 = off */
 };
 
 static inline void rig_create(struct rig *r, const struct bt_model_file *mf, struct rig_opts o)
 {
+    static const uint8_t digest[32] = {1};
     const struct bt_model_config *c = bt_model_config(mf);
     size_t page = (size_t)c->n_layers * 2 * (size_t)c->n_kv_heads * (size_t)o.page_tokens *
                   (size_t)c->head_dim * 2;
@@ -116,6 +120,9 @@ static inline void rig_create(struct rig *r, const struct bt_model_file *mf, str
                                 .max_batch_tokens = o.budget,
                                 .max_running = o.running,
                                 .max_waiting = o.max_waiting ? o.max_waiting : RIG_MAX_TAGS,
+                                .block_tokens = o.block,
+                                .key_bits = o.key_bits,
+                                .key = {.model_digest = digest},
                                 .emit = rig_emit,
                                 .emit_arg = r};
     struct bt_err err = {0};
@@ -139,6 +146,14 @@ static inline void rig_start(struct rig *r, struct kv_handoff *handoff)
     if (kn_engine_start(r->engine, handoff, &err) < 0) {
         fail_msg("kn_engine_start: %s", err.msg);
     }
+}
+
+/* Pages that can be had. */
+static inline uint32_t rig_room(const struct rig *r)
+{
+    struct kv_pool_stats s = kv_pool_stats(kn_engine_pool(r->engine));
+
+    return kv_pool_stats_room(&s);
 }
 
 /* After kn_engine_stop. */

@@ -298,7 +298,7 @@ static void test_many_clients(void **state)
         assert_int_equal(c[i].failed, 0);
     }
     rig_wait(&r, 600);
-    assert_int_equal(kv_pool_stats(kn_engine_pool(r.engine)).n_free, 64);
+    assert_int_equal(rig_room(&r), 64);
     assert_int_equal(kn_engine_stats(r.engine).waiting, 0);
     assert_true(kn_engine_stop(r.engine));
     rig_destroy(&r);

@@ -1,0 +1,198 @@
+/* Scheduler, third part: pages, and the blocks that requests share through the prefix index.
+ *
+ * A request's page table begins with the pages of the blocks that it holds; they are full and never
+ * written again. Behind them come its own. A block that it has filled is offered to the index and
+ * held from then on. If another request was faster with the same block, its pages take the place of
+ * our own, which hold the same bits; a prefill leg keeps its own as well, because the transfer may
+ * know them already. After a collision of keys nothing more of the request is offered.
+ *
+ * Invariant: the tokens of held blocks are computed (n_blocks * block_tokens <= n_computed).
+ */
+#include "kernels/engine/scheduler_int.h"
+
+static bool shares(const struct kn_sched *sched, const struct kn_seq *s, uint32_t i)
+{
+    return s->pages[i * kn_sched_block_pages(sched)] == s->blocks[i]->pages[0];
+}
+
+/* First page behind the held blocks. */
+static uint32_t first_own(const struct kn_sched *sched, const struct kn_seq *s)
+{
+    return s->n_blocks * kn_sched_block_pages(sched);
+}
+
+/* The chain of the first n blocks; makes the keys that are missing. */
+static struct kv_chain chain_of(struct kn_sched *sched, struct kn_seq *s, uint32_t n)
+{
+    for (; s->n_keys < n; s->n_keys++) {
+        kv_index_key(sched->cfg.index, s->n_keys ? &s->keys[s->n_keys - 1] : &sched->cfg.root,
+                     s->ids + (size_t)s->n_keys * kn_sched_block_tokens(sched),
+                     &s->keys[s->n_keys]);
+    }
+    return (struct kv_chain){sched->cfg.root, s->keys, s->ids, n};
+}
+
+/* ---- hits ---- */
+
+uint32_t kn_sched_match(struct kn_sched *sched, struct kn_seq *s)
+{
+    struct kv_index *index = sched->cfg.index;
+
+    BT_DASSERT(s->n_blocks == 0);
+    if (!index || !kn_seq_computes(s)) {
+        return 0;
+    }
+    if (s->match_changes != kv_index_changes(index) + 1) {
+        /* One token at least is computed: a block that would leave none is not used. */
+        uint32_t n = (kn_seq_target(s) - 1) / kn_sched_block_tokens(sched);
+        struct kv_chain chain = chain_of(sched, s, n);
+
+        s->n_match = kv_index_match(index, &chain, s->blocks);
+        s->match_changes = kv_index_changes(index) + 1;
+    }
+    return s->n_match;
+}
+
+void kn_sched_hold(struct kn_sched *sched, struct kn_seq *s)
+{
+    if (s->n_match > 0) {
+        kv_index_hold(sched->cfg.index, s->blocks, s->n_match);
+        s->n_blocks = s->n_match;
+    }
+}
+
+void kn_sched_unhold(struct kn_sched *sched, struct kn_seq *s)
+{
+    if (s->n_blocks > 0) {
+        kv_index_drop(sched->cfg.index, s->blocks, s->n_blocks);
+        s->n_blocks = 0;
+    }
+}
+
+void kn_sched_use_held(struct kn_sched *sched, struct kn_seq *s)
+{
+    uint32_t n = kn_sched_block_pages(sched);
+
+    for (uint32_t i = 0; i < s->n_blocks; i++) {
+        memcpy(s->pages + (size_t)i * n, s->blocks[i]->pages, n * sizeof(*s->pages));
+    }
+    s->n_pages = s->n_blocks * n;
+    s->n_computed = s->n_blocks * kn_sched_block_tokens(sched);
+    s->n_match = 0;
+    s->match_changes = 0;
+    if (!s->placed) {
+        s->placed = true;
+        s->cached_tokens = s->n_computed;
+        sched->stats.tokens_cached += s->n_computed;
+    }
+}
+
+/* ---- full blocks ---- */
+
+/* False: no further block of it is offered. */
+static bool publish_next(struct kn_sched *sched, struct kn_seq *s)
+{
+    uint32_t n = kn_sched_block_pages(sched), i = s->n_blocks;
+    uint32_t *pages = s->pages + (size_t)i * n;
+    struct kv_chain chain = chain_of(sched, s, i + 1);
+
+    switch (kv_index_publish(sched->cfg.index, &chain, i ? s->blocks[i - 1] : NULL, pages,
+                             &s->blocks[i])) {
+    case KV_PUBLISH_NEW:
+        break;
+    case KV_PUBLISH_SAME:
+        if (!s->xfer_open) {
+            kv_pool_give(sched->cfg.pool, pages, n, s->page_owner);
+            memcpy(pages, s->blocks[i]->pages, n * sizeof(*pages));
+        }
+        break;
+    case KV_PUBLISH_COLLISION:
+        s->unlisted = true;
+        return false;
+    }
+    s->n_blocks++;
+    return true;
+}
+
+void kn_sched_publish(struct kn_sched *sched, struct kn_seq *s)
+{
+    if (!sched->cfg.index) {
+        return;
+    }
+    BT_BUG_ON(s->page_owner != KV_OWNER_SEQ);
+    while (!s->unlisted && s->n_computed / kn_sched_block_tokens(sched) > s->n_blocks &&
+           publish_next(sched, s)) {
+    }
+}
+
+/* ---- pages ---- */
+
+uint32_t kn_sched_room(const struct kn_sched *sched)
+{
+    struct kv_pool_stats s = kv_pool_stats(sched->cfg.pool);
+
+    return kv_pool_stats_room(&s);
+}
+
+uint32_t kn_sched_count_room(struct kn_sched *sched, struct kn_seq *s)
+{
+    uint32_t n = kn_sched_block_pages(sched), room = s->n_pages - first_own(sched, s);
+
+    for (uint32_t i = 0; i < s->n_blocks; i++) {
+        room += shares(sched, s, i) ? 0 : n;
+        room += ++s->blocks[i]->mark == s->blocks[i]->n_refs ? n : 0;
+    }
+    return room;
+}
+
+void kn_sched_uncount(struct kn_sched *sched, struct kn_seq *s)
+{
+    for (uint32_t i = 0; i < s->n_blocks; i++) {
+        s->blocks[i]->mark = 0;
+    }
+}
+
+void kn_sched_take_pages(struct kn_sched *sched, struct kn_seq *s, uint32_t n, enum kv_owner owner)
+{
+    uint32_t after = s->n_pages > 0 ? s->pages[s->n_pages - 1] : KV_PAGE_NONE;
+    uint32_t n_free = kv_pool_stats(sched->cfg.pool).n_free;
+
+    if (n > n_free && sched->cfg.index) {
+        kv_index_evict(sched->cfg.index, n - n_free);
+    }
+    BT_BUG_ON(kv_pool_take(sched->cfg.pool, n, owner, after, s->pages + s->n_pages) != BT_OK);
+    s->page_owner = owner;
+    s->n_pages += n;
+}
+
+void kn_sched_free_pages(struct kn_sched *sched, struct kn_seq *s)
+{
+    uint32_t n = kn_sched_block_pages(sched), own = first_own(sched, s);
+
+    kv_pool_give(sched->cfg.pool, s->pages + own, s->n_pages - own, s->page_owner);
+    for (uint32_t i = 0; i < s->n_blocks; i++) {
+        if (!shares(sched, s, i)) {
+            kv_pool_give(sched->cfg.pool, s->pages + (size_t)i * n, n, s->page_owner);
+        }
+    }
+    kn_sched_unhold(sched, s);
+    s->n_pages = 0;
+    s->n_computed = 0;
+    s->unlisted = false;
+}
+
+void kn_sched_own_pages(struct kn_sched *sched, struct kn_seq *s, enum kv_owner owner)
+{
+    uint32_t n = kn_sched_block_pages(sched), own = first_own(sched, s);
+
+    if (s->page_owner == owner) {
+        return;
+    }
+    kv_pool_set_owner(sched->cfg.pool, s->pages + own, s->n_pages - own, s->page_owner, owner);
+    for (uint32_t i = 0; i < s->n_blocks; i++) {
+        if (!shares(sched, s, i)) {
+            kv_pool_set_owner(sched->cfg.pool, s->pages + (size_t)i * n, n, s->page_owner, owner);
+        }
+    }
+    s->page_owner = owner;
+}
