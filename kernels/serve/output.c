@@ -199,8 +199,9 @@ int kn_output_send_load(struct kn_session *ses)
     Baton__V1__NodeLoad l = BATON__V1__NODE_LOAD__INIT;
     const struct kn_serve *s = ses->serve;
     struct kn_engine_stats st = kn_engine_stats(s->engine);
+    struct kv_pool_stats pool = kv_pool_stats(kn_engine_pool(s->engine));
 
-    l.pages_free = kv_pool_stats(kn_engine_pool(s->engine)).n_free;
+    l.pages_free = kv_pool_stats_room(&pool);
     l.requests_waiting = st.waiting;
     l.requests_running = st.running;
     l.tokens_waiting = st.tokens_waiting;
@@ -225,8 +226,9 @@ void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call)
     m.role = (char *)(uintptr_t)s->role->name;
     m.state = (char *)(uintptr_t)(s->state == KN_SERVE_READY ? "ready" : "draining");
     m.pages_total = pool.n_pages;
-    m.pages_free = pool.n_free;
-    m.pages_sequences = pool.n_seq;
+    m.pages_free = kv_pool_stats_room(&pool);
+    m.pages_cached = pool.n_cached;
+    m.pages_sequences = pool.n_seq + pool.n_index - pool.n_cached;
     m.pages_transfers = pool.n_transfer;
     m.requests_waiting = st.waiting;
     m.requests_running = st.running;
@@ -235,6 +237,9 @@ void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call)
     m.tokens_generated = st.tokens_generated;
     m.handoff_bytes = ho.bytes;
     m.steps = st.steps;
+    m.tokens_cached = st.tokens_cached;
+    m.blocks_evicted = st.blocks_evicted;
+    m.key_collisions = st.key_collisions;
     m.numerics = (char *)(uintptr_t)kn_engine_numerics(s->engine);
     m.transports = s->conf->net_transports;
     m.sessions = s->n_sessions;

@@ -208,6 +208,8 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
         .page_tokens = (int)c->page_tokens,
         .pool_bytes = c->pool_bytes,
         .max_ctx = (int)c->max_ctx,
+        .block_tokens = c->prefix_cache ? (int)c->block_tokens : 0,
+        .key = {.model_digest = s->model_digest, .weight_epoch = KN_WEIGHT_EPOCH},
         .max_batch_tokens = (int)c->max_batch_tokens,
         .max_running = (int)c->max_running,
         .max_waiting = (int)c->max_waiting,

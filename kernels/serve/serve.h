@@ -21,7 +21,9 @@ struct kn_serve_conf {
     char *name, *listen, *advertise, *model;
     char *net_listen, *net_transports, *net_method;
     int64_t threads, page_tokens, max_batch_tokens, max_running, max_waiting, max_ctx;
+    int64_t block_tokens;
     int isa, kv_dtype; /* kn_serve_isas, kn_serve_kv_dtypes */
+    bool prefix_cache;
     uint64_t pool_bytes, max_queued_bytes;
     struct bt_cluster_conf cluster;
     uint64_t drain_timeout_ns, heartbeat_ns, handoff_silence_ns, handoff_lease_ns;
@@ -53,6 +55,10 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
                      "Instruction set of the CPU back end."),                                      \
         BT_CONF_INT(S, f.page_tokens, "engine.page_tokens", "16", 8, 256,                          \
                     "Tokens a KV page holds; a power of two."),                                    \
+        BT_CONF_BOOL(S, f.prefix_cache, "engine.prefix_cache", "on",                               \
+                     "Reuse the KV of prompts and answers that begin like earlier ones."),         \
+        BT_CONF_INT(S, f.block_tokens, "engine.block_tokens", "128", 64, 256,                      \
+                    "Tokens of a block, the unit of reuse; a multiple of engine.page_tokens."),    \
         BT_CONF_BYTES(S, f.pool_bytes, "engine.pool_bytes", "512M", 65536, INT64_C(1) << 46,       \
                       "Memory of the KV pool."),                                                   \
         BT_CONF_INT(S, f.max_batch_tokens, "engine.max_batch_tokens", "512", 1, 65536,             \
