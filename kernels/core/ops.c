@@ -1,9 +1,11 @@
 /* What is common to all op tables. */
 #include "kernels/core/ops.h"
 
-/* Quantized activations of a matmul: struct kn_acts of kernels/cpu/vec/vec.h for each 12 rows and
- * 32 inputs. */
+/* Activations of a matmul as its kernels take them (kernels/cpu/vec/vec.h): quantized in groups of
+ * 12 rows, then split in tiles of 8 rows, each with 32 inputs. */
 size_t kn_scratch_bytes(size_t rows, size_t k)
 {
-    return (rows + 11) / 12 * ((k + 31) / 32) * KN_ACTS_BYTES;
+    size_t blocks = (k + 31) / 32;
+
+    return (rows + 11) / 12 * blocks * KN_ACTS_BYTES + (rows + 7) / 8 * blocks * KN_SPLIT_BYTES;
 }

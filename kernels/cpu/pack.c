@@ -10,8 +10,9 @@ static bool is_quant(enum bt_dtype t)
 
 size_t kn_tile_bytes(enum bt_dtype t, size_t k)
 {
+    size_t k_pad = t == BT_DTYPE_BF16 ? (k + KN_QBLOCK - 1) / KN_QBLOCK * KN_QBLOCK : k;
     size_t bytes = is_quant(t) ? k / KN_QBLOCK * (kn_tile_quant_bytes(t) + kn_tile_scale_bytes(t))
-                               : k * KN_TILE * bt_dtype_block_bytes(t);
+                               : k_pad * KN_TILE * bt_dtype_block_bytes(t);
 
     return (bytes + KN_TILE_ALIGN - 1) / KN_TILE_ALIGN * KN_TILE_ALIGN;
 }
@@ -54,6 +55,13 @@ static void pack_quant_row(enum bt_dtype t, const uint8_t *src, size_t k, size_t
     }
 }
 
+static void pack_bf16_row(const uint8_t *src, size_t k, size_t r, uint8_t *dst)
+{
+    for (size_t i = 0; i < k; i++) {
+        memcpy(dst + (i / 2 * KN_TILE + r) * 4 + i % 2 * 2, src + i * 2, 2);
+    }
+}
+
 static void pack_float_row(size_t elem, const uint8_t *src, size_t k, size_t r, uint8_t *dst)
 {
     for (size_t i = 0; i < k; i++) {
@@ -69,7 +77,7 @@ void kn_tile_pack(enum bt_dtype t, const void *src, size_t n, size_t k, size_t t
 {
     size_t row_bytes = kn_row_bytes(t, k);
 
-    if (n - tile * KN_TILE < KN_TILE) {
+    if (n - tile * KN_TILE < KN_TILE || (t == BT_DTYPE_BF16 && k % KN_QBLOCK)) {
         memset(dst, 0, kn_tile_bytes(t, k)); /* scales of missing rows are 0 */
     }
     for (size_t r = 0; r < KN_TILE && tile * KN_TILE + r < n; r++) {
@@ -77,6 +85,8 @@ void kn_tile_pack(enum bt_dtype t, const void *src, size_t n, size_t k, size_t t
 
         if (is_quant(t)) {
             pack_quant_row(t, row, k, r, dst);
+        } else if (t == BT_DTYPE_BF16) {
+            pack_bf16_row(row, k, r, dst);
         } else {
             pack_float_row(bt_dtype_block_bytes(t), row, k, r, dst);
         }

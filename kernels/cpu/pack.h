@@ -5,15 +5,14 @@
  * an output's sum runs over K in ascending order inside its lane, whatever else is computed beside
  * it.
  *
- * Float tile:     [K][16] elements of the tensor's dtype.
- * Quantized tile: quants of all K/32 blocks, then scales of all blocks.
- *   quants of a block of 4-bit values, 256 bytes: 4 vectors of 64; byte 4 r + c of vector i holds
- *       input 4 i + c of output r in its low and input 4 (i + 4) + c in its high half
- *   quants of a block of 8-bit values, 512 bytes: 8 vectors of 64; byte 4 r + c of vector i holds
- *       input 4 i + c of output r, plus 128 (unsigned, for the u8 x s8 dot products)
- *   scales of a block: 16 x f16 d, and for Q4_1 16 x f16 m after them
- * Four neighbouring inputs of an output in 32 bits is what VPDPBUSD, VPMADDUBSW and the AMX tile
- * products take.
+ * Float tile:     [K][16] elements of the tensor's dtype; BF16 in pairs of inputs, [K/2][16][2],
+ * with zeros up to a multiple of 32 inputs, which is what TDPBF16PS takes. Quantized tile: quants
+ * of all K/32 blocks, then scales of all blocks. quants of a block of 4-bit values, 256 bytes: 4
+ * vectors of 64; byte 4 r + c of vector i holds input 4 i + c of output r in its low and input 4 (i
+ * + 4) + c in its high half quants of a block of 8-bit values, 512 bytes: 8 vectors of 64; byte 4 r
+ * + c of vector i holds input 4 i + c of output r, plus 128 (unsigned, for the u8 x s8 dot
+ * products) scales of a block: 16 x f16 d, and for Q4_1 16 x f16 m after them Four neighbouring
+ * inputs of an output in 32 bits is what VPDPBUSD, VPMADDUBSW and the AMX tile products take.
  */
 #ifndef KN_CPU_PACK_H
 #define KN_CPU_PACK_H

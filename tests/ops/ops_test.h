@@ -30,6 +30,7 @@ struct fixture {
                 float *out,
                 size_t stride);
     const void *data; /* of the op's own */
+    bool bf16;        /* weights of BF16 among others */
 };
 
 /* Seeded numbers: the same on every run. */

@@ -25,7 +25,7 @@ static void configure(int rows)
         c.row_bytes[i] = i == 4 ? KN_QBLOCK : KN_TILE_ROW;
         c.rows[i] = (uint8_t)(i < 5 ? rows : KN_QBLOCK / 4);
     }
-    _tile_loadconfig(&c);
+    kn_tile_configure(&c);
 }
 
 static void spread(const struct kn_tile_job *j, int8_t *out)
@@ -92,16 +92,16 @@ KN_INLINE void scale(enum bt_dtype t,
             START(next, (i) + AHEAD);                                                              \
         }                                                                                          \
         if (b + (i) + AHEAD - 1 < blocks) {                                                        \
-            _tile_stored(last, dot[last], KN_TILE_ROW);                                            \
+            KN_TILE_STORE(last, dot[last], KN_TILE_ROW);                                           \
         }                                                                                          \
         scale(t, x + (i), scales + (i)*sb, dot[i], n, acc);                                        \
     } while (0)
 #define START(c, i)                                                                                \
     do {                                                                                           \
-        _tile_zero(c);                                                                             \
-        _tile_loadd(4, x[i].q, KN_QBLOCK);                                                         \
-        _tile_loadd(5, w + (i)*SPREAD_BYTES, KN_TILE_ROW);                                         \
-        _tile_dpbssd(c, 4, 5);                                                                     \
+        KN_TILE_ZERO(c);                                                                           \
+        KN_TILE_LOAD(4, x[i].q, KN_QBLOCK);                                                        \
+        KN_TILE_LOAD(5, w + (i)*SPREAD_BYTES, KN_TILE_ROW);                                        \
+        KN_TILE_DOT_I8(c, 4, 5);                                                                   \
     } while (0)
 
 /* One group of rows, n (constant) computed, `real` of them stored. */
@@ -119,10 +119,10 @@ group(const struct kn_tile_job *j, enum bt_dtype t, const int8_t *w, int row, in
         acc[r] = _mm512_setzero_ps();
     }
     START(0, 0);
-    _tile_stored(0, dot[0], KN_TILE_ROW);
+    KN_TILE_STORE(0, dot[0], KN_TILE_ROW);
     if (blocks > 1) {
         START(1, 1);
-        _tile_stored(1, dot[1], KN_TILE_ROW);
+        KN_TILE_STORE(1, dot[1], KN_TILE_ROW);
     }
     if (blocks > 2) {
         START(2, 2);
@@ -164,7 +164,7 @@ KN_INLINE void tile_of(const struct kn_tile_job *j, enum bt_dtype t)
             group(j, t, w, row, 4, left);
         }
     }
-    _tile_release();
+    kn_tile_release();
 }
 
 void KN_V(quant_tile)(const struct kn_tile_job *j)

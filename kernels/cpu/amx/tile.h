@@ -1,14 +1,15 @@
 /* Tile registers (Intel SDM volume 1, chapter "Programming with Intel AMX").
  *
  * Every kernel loads its configuration when it begins and releases the tiles when it ends, so that
- * a thread which the system puts aside carries no tile state. Tile numbers are literals, which is
- * what the intrinsics take. */
+ * a thread which the system puts aside carries no tile state. Tile numbers are literals.
+ *
+ * The compiler's own intrinsics tell it too little about the memory they touch (GCC 12: LDTILECFG
+ * reads 8 of its 64 bytes, TILELOADD none), so that stores before them may be dropped; hence these.
+ */
 #ifndef KN_CPU_AMX_TILE_H
 #define KN_CPU_AMX_TILE_H
 
 #include "common/base/base.h"
-
-#include <immintrin.h>
 
 /* The operand of LDTILECFG. */
 struct kn_tilecfg {
@@ -18,6 +19,30 @@ struct kn_tilecfg {
 };
 _Static_assert(sizeof(struct kn_tilecfg) == 64, "as the processor reads it");
 
-#define KN_TILE_ROW 64 /* bytes of a tile row; also the stride in memory where rows are full */
+#define KN_TILE_ROW 64 /* bytes of a full tile row */
+
+static inline void kn_tile_configure(const struct kn_tilecfg *c)
+{
+    __asm__ volatile("ldtilecfg %0" : : "m"(*c));
+}
+
+static inline void kn_tile_release(void)
+{
+    __asm__ volatile("tilerelease");
+}
+
+/* Rows of tile t lie `stride` bytes apart from p. */
+#define KN_TILE_LOAD(t, p, stride)                                                                 \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(p), "r"((size_t)(stride)) : "memory")
+#define KN_TILE_STORE(t, p, stride)                                                                \
+    __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)"                                           \
+                     :                                                                             \
+                     : "r"(p), "r"((size_t)(stride))                                               \
+                     : "memory")
+#define KN_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t : :)
+/* c += a by b: signed bytes to 32 bits; bf16 to f32. */
+#define KN_TILE_DOT_I8(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
+#define KN_TILE_DOT_BF16(c, a, b)                                                                  \
+    __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
 
 #endif

@@ -1,8 +1,9 @@
 /* Projection over packed tiles.
  *
  * Order of sums: one lane is one output. Float weights: one chain of fused products over K,
- * ascending. Quantized weights: exact integer sums inside a block of 32, blocks added ascending
- * (vec.h). Rows, tiles and threads are only walked in different ways; no sum is ever split.
+ * ascending; BF16 weights on AMX: two chains, see cpu/amx/split_tile.c. Quantized weights: exact
+ * integer sums inside a block of 32, blocks added ascending (vec.h). Rows, tiles and threads are
+ * only walked in different ways; no sum is ever split.
  *
  * Work: an item is a group of tiles. Inside an item rows go in pieces whose activations stay in
  * the second-level cache while the group's tiles pass over them. */
@@ -11,7 +12,8 @@
 
 #define ROWS_BYTES     (512 * 1024) /* activations held in cache */
 #define ITEMS_A_THREAD 8
-#define QUANT_WORK     16384 /* elements below which the caller quantizes alone */
+#define ROWS_TOGETHER  (2 * KN_GROUP) /* also a multiple of KN_SPLIT_ROWS */
+#define QUANT_WORK     16384          /* elements below which the caller quantizes alone */
 
 #if defined(__AVX512F__)
 #define FLOAT_ROWS 12 /* rows a kernel takes at once: accumulators in registers */
@@ -19,10 +21,17 @@
 #define FLOAT_ROWS 4
 #endif
 
+#if defined(__AMX_BF16__)
+#define SPLIT_BF16 true
+#else
+#define SPLIT_BF16 false
+#endif
+
 struct job {
     const struct kn_matmul_args *a;
     char *thread_scratch;
-    struct kn_acts *acts; /* [groups][k/32], in the stream's scratch */
+    struct kn_acts *acts; /* [groups][k/32], in the stream's scratch; NULL: no part needs them */
+    char *split;          /* [T/8][k/32] tiles, there too; NULL: no part needs them */
     int n_tiles;          /* all parts */
     int per_item;
     int rows_per_item; /* of the quantizing pass */
@@ -52,27 +61,57 @@ static void quantize_row(struct kn_acts *x, int in, const float *src, size_t blo
     }
 }
 
-static void quantize_item(void *arg, int item, int member)
+static bool is_split(enum bt_dtype t)
+{
+    return SPLIT_BF16 && t == BT_DTYPE_BF16;
+}
+
+static void prepare_row(const struct job *j, int t)
+{
+    size_t blocks = (size_t)j->a->w->k / KN_QBLOCK;
+    const float *x = j->a->x + (size_t)t * j->a->x_stride;
+
+    if (j->acts) {
+        quantize_row(j->acts + (size_t)(t / KN_GROUP) * blocks, t % KN_GROUP, x, blocks);
+    }
+#if SPLIT_BF16
+    if (j->split) {
+        KN_V(split_row)(j->split, t, x, j->a->w->k);
+    }
+#endif
+}
+
+static void prepare_item(void *arg, int item, int member)
 {
     const struct job *j = arg;
-    size_t blocks = (size_t)j->a->w->k / KN_QBLOCK;
     int t1 = BT_MIN((item + 1) * j->rows_per_item, j->a->n_rows);
 
     for (int t = item * j->rows_per_item; t < t1; t++) {
-        quantize_row(j->acts + (size_t)(t / KN_GROUP) * blocks, t % KN_GROUP,
-                     j->a->x + (size_t)t * j->a->x_stride, blocks);
+        prepare_row(j, t);
     }
 }
 
-static void quantize(struct kn_stream *s, struct job *j)
+/* Activations in the forms that the parts' kernels take. */
+static void prepare(struct kn_stream *s, struct job *j)
 {
     int k = j->a->w->k, n_items;
+    size_t groups = BT_DIV_UP((size_t)j->a->n_rows, KN_GROUP);
 
+    for (int i = 0; i < j->a->w->n_parts; i++) {
+        if (is_quant(j->a->w->part[i].dtype)) {
+            j->acts = s->scratch;
+        } else if (is_split(j->a->w->part[i].dtype)) {
+            j->split =
+                (char *)s->scratch + groups * BT_DIV_UP((size_t)k, KN_QBLOCK) * KN_ACTS_BYTES;
+        }
+    }
+    if (!j->acts && !j->split) {
+        return;
+    }
     BT_BUG_ON(kn_scratch_bytes((size_t)j->a->n_rows, (size_t)k) > s->scratch_bytes);
-    j->acts = s->scratch;
     j->rows_per_item = BT_MAX(1, QUANT_WORK / k);
     n_items = (int)BT_DIV_UP(j->a->n_rows, j->rows_per_item);
-    kn_team_run(s->team, n_items, quantize_item, j);
+    kn_team_run(s->team, n_items, prepare_item, j);
 }
 
 KN_INLINE v16 load_weight(enum bt_dtype t, const char *w, size_t i)
@@ -83,7 +122,7 @@ KN_INLINE v16 load_weight(enum bt_dtype t, const char *w, size_t i)
     if (t == BT_DTYPE_F16) {
         return v16_load_f16((const uint16_t *)w + i * KN_TILE);
     }
-    return v16_load_bf16((const uint16_t *)w + i * KN_TILE);
+    return v16_load_bf16_pair((const uint32_t *)w + i / 2 * KN_TILE, i % 2);
 }
 
 /* n (constant after inlining) rows by one tile. */
@@ -96,12 +135,23 @@ KN_INLINE void float_rows(const struct kn_tile_job *j, enum bt_dtype t, int row,
     for (int r = 0; r < n; r++) {
         acc[r] = v16_zero();
     }
-    for (size_t i = 0; i < (size_t)j->k; i++) {
-        v16 w = load_weight(t, j->tile, i);
+    for (size_t i = 0; i < (size_t)j->k / 2 * 2; i += 2) {
+#pragma GCC unroll 2
+        for (size_t c = 0; c < 2; c++) {
+            v16 w = load_weight(t, j->tile, i + c);
+
+#pragma GCC unroll 16
+            for (int r = 0; r < n; r++) {
+                acc[r] = v16_fma(w, v16_set1(x[(size_t)r * j->x_stride + i + c]), acc[r]);
+            }
+        }
+    }
+    if (j->k % 2) {
+        v16 w = load_weight(t, j->tile, (size_t)j->k - 1);
 
 #pragma GCC unroll 16
         for (int r = 0; r < n; r++) {
-            acc[r] = v16_fma(w, v16_set1(x[(size_t)r * j->x_stride + i]), acc[r]);
+            acc[r] = v16_fma(w, v16_set1(x[(size_t)r * j->x_stride + (size_t)j->k - 1]), acc[r]);
         }
     }
 #pragma GCC unroll 16
@@ -136,19 +186,21 @@ static void float_tile(const struct kn_tile_job *j)
     }
 }
 
-/* Rows [t0, t1) by tile `tile` of the whole weight. */
-static void do_tile(const struct job *j, int member, int tile, int t0, int t1)
+/* Rows [t0, t1) by tile `tile` of the whole weight, or by as many of the `max` tiles from there as
+ * one call of the kernel takes. Returns how many. */
+static int do_tiles(const struct job *j, int member, int tile, int max, int t0, int t1)
 {
     const struct kn_matmul_args *a = j->a;
     const struct kn_weight_part *p = a->w->part;
     size_t k = (size_t)a->w->k, row = (size_t)t0;
-    int n0 = 0, tiles;
+    int n0 = 0, tiles, n;
     struct kn_tile_job tj;
 
     for (; tile >= (tiles = (int)BT_DIV_UP(p->n, KN_TILE)); p++) {
         tile -= tiles;
         n0 += p->n;
     }
+    n = is_split(p->dtype) ? BT_MIN(max, tiles - tile) : 1;
     tj = (struct kn_tile_job){
         .dtype = p->dtype,
         .tile = (const char *)p->data + (size_t)tile * kn_tile_bytes(p->dtype, k),
@@ -157,31 +209,40 @@ static void do_tile(const struct job *j, int member, int tile, int t0, int t1)
         .x = a->x + row * a->x_stride,
         .x_stride = a->x_stride,
         .bias = p->bias ? p->bias + tile * KN_TILE : NULL,
-        .n_cols = BT_MIN(KN_TILE, p->n - tile * KN_TILE),
+        .n_cols = BT_MIN(KN_TILE * n, p->n - tile * KN_TILE),
         .add = a->add,
         .out = a->out + row * a->out_stride + n0 + tile * KN_TILE,
         .out_stride = a->out_stride,
     };
+#if SPLIT_BF16
+    if (is_split(p->dtype)) {
+        tj.split = j->split + row / KN_SPLIT_ROWS * BT_DIV_UP(k, KN_QBLOCK) * KN_SPLIT_BYTES;
+        KN_V(split_tiles)(&tj, n);
+        return n;
+    }
+#endif
     if (!is_quant(p->dtype)) {
         float_tile(&tj);
-        return;
+        return n;
     }
     tj.acts = j->acts + row / KN_GROUP * (k / KN_QBLOCK); /* t0 is a multiple of the group */
     tj.scratch = j->thread_scratch + (size_t)member * KN_THREAD_SCRATCH_BYTES;
     KN_V(quant_tile)(&tj);
+    return n;
 }
 
 static void matmul_item(void *arg, int item, int member)
 {
     const struct job *j = arg;
     int tile0 = item * j->per_item, tile1 = BT_MIN(tile0 + j->per_item, j->n_tiles);
-    int step = BT_MAX(4 * KN_GROUP, ROWS_BYTES / j->a->w->k / KN_GROUP * KN_GROUP);
+    int row_bytes = j->a->w->k * (j->split ? 4 : 1);
+    int step = BT_MAX(2 * ROWS_TOGETHER, ROWS_BYTES / row_bytes / ROWS_TOGETHER * ROWS_TOGETHER);
 
     for (int t = 0; t < j->a->n_rows; t += step) {
         int t1 = BT_MIN(t + step, j->a->n_rows);
 
-        for (int tile = tile0; tile < tile1; tile++) {
-            do_tile(j, member, tile, t, t1);
+        for (int tile = tile0; tile < tile1;) {
+            tile += do_tiles(j, member, tile, tile1 - tile, t, t1);
         }
     }
 }
@@ -189,18 +250,17 @@ static void matmul_item(void *arg, int item, int member)
 void KN_V(matmul)(struct kn_stream *stream, const struct kn_matmul_args *a)
 {
     struct job j = {.a = a, .thread_scratch = stream->thread_scratch};
-    bool quant = false;
 
     for (int i = 0; i < a->w->n_parts; i++) {
         j.n_tiles += (int)BT_DIV_UP(a->w->part[i].n, KN_TILE);
-        quant |= is_quant(a->w->part[i].dtype);
     }
     if (a->n_rows == 0) {
         return;
     }
-    if (quant) {
-        quantize(stream, &j);
-    }
+    prepare(stream, &j);
     j.per_item = BT_MAX(1, j.n_tiles / (kn_team_size(stream->team) * ITEMS_A_THREAD));
+    if (j.split) { /* four tiles at once */
+        j.per_item = (j.per_item + 3) / 4 * 4;
+    }
     kn_team_run(stream->team, (int)BT_DIV_UP(j.n_tiles, j.per_item), matmul_item, &j);
 }

@@ -50,11 +50,13 @@ KN_INLINE v16 v16_load_f16(const uint16_t *p)
 {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
-KN_INLINE v16 v16_load_bf16(const uint16_t *p)
+/* The even or odd elements of 16 pairs. */
+KN_INLINE v16 v16_load_bf16_pair(const uint32_t *p, bool odd)
 {
-    __m512i u = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    __m512i u = _mm512_loadu_si512(p);
 
-    return _mm512_castsi512_ps(_mm512_slli_epi32(u, 16));
+    return _mm512_castsi512_ps(odd ? _mm512_and_si512(u, _mm512_set1_epi32((int)0xffff0000))
+                                   : _mm512_slli_epi32(u, 16));
 }
 KN_INLINE void v16_store_f16(uint16_t *p, v16 a)
 {
@@ -178,15 +180,16 @@ KN_INLINE v16 v16_load_f16(const uint16_t *p)
     return (v16){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
                  _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8)))};
 }
-KN_INLINE __m256 v16_bf16x8(const uint16_t *p)
+KN_INLINE __m256 v16_bf16x8(const uint32_t *p, bool odd)
 {
-    __m256i u = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    __m256i u = _mm256_loadu_si256((const __m256i *)p);
 
-    return _mm256_castsi256_ps(_mm256_slli_epi32(u, 16));
+    return _mm256_castsi256_ps(odd ? _mm256_and_si256(u, _mm256_set1_epi32((int)0xffff0000))
+                                   : _mm256_slli_epi32(u, 16));
 }
-KN_INLINE v16 v16_load_bf16(const uint16_t *p)
+KN_INLINE v16 v16_load_bf16_pair(const uint32_t *p, bool odd)
 {
-    return (v16){v16_bf16x8(p), v16_bf16x8(p + 8)};
+    return (v16){v16_bf16x8(p, odd), v16_bf16x8(p + 8, odd)};
 }
 KN_INLINE void v16_store_f16(uint16_t *p, v16 a)
 {

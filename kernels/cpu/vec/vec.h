@@ -23,6 +23,9 @@ struct kn_acts {
     int32_t sum[KN_GROUP]; /* sum of q */
     char pad[48];
 };
+/* Rows of activations in a tile of split activations (cpu/amx/split_tile.c), KN_SPLIT_BYTES. */
+#define KN_SPLIT_ROWS 8
+
 _Static_assert(sizeof(struct kn_acts) == KN_ACTS_BYTES, "see kn_scratch_bytes");
 
 /* Rows of activations by one tile of 16 outputs (kernels/cpu/pack.h). */
@@ -36,10 +39,12 @@ struct kn_tile_job {
     size_t x_stride;
     /* Quantized weights. */
     const struct kn_acts *acts; /* of row 0, which is the first of its group: [groups][k/32] */
-    void *scratch;              /* KN_THREAD_SCRATCH_BYTES of this member */
+    /* Split activations. */
+    const void *split; /* of row 0, the first of its tile: [T/8][k/32] tiles */
+    void *scratch;     /* KN_THREAD_SCRATCH_BYTES of this member */
     /* Output. */
     const float *bias; /* NULL or [n_cols] */
-    int n_cols;        /* 1..16 that exist */
+    int n_cols;        /* 1..16 that exist; split_tiles: those of all its tiles */
     bool add;
     float *out; /* [n_rows, n_cols] */
     size_t out_stride;
@@ -50,6 +55,11 @@ struct kn_tile_job {
  *     Q4_1 then acc = fma(ssum, m, acc)
  * and kn_tile_finish at the end. */
 void KN_V(quant_tile)(const struct kn_tile_job *j);
+
+/* BF16 weights with AMX. split_row brings row `row` into the tiles that begin at `acts`;
+ * split_tiles multiplies by n_tiles neighbours. */
+void KN_V(split_row)(void *acts, int row, const float *x, int k);
+void KN_V(split_tiles)(const struct kn_tile_job *j, int n_tiles);
 
 /* Bias, residual, store: result + bias, then old + that. */
 KN_INLINE void kn_tile_finish(const struct kn_tile_job *j, int row, v16 acc)
