@@ -445,6 +445,101 @@ static void test_KVX_04_random_aborts_never_mix_prompts(void **state)
     random_aborts("message", 100, 8);
 }
 
+/* ---- many at once ---- */
+
+enum { MANY = 24 };
+
+static void
+start_many(struct prompt *a, struct prompt *b, struct node *p, struct node *d, unsigned *seed)
+{
+    for (int i = 0; i < MANY; i++) {
+        open_prompts(&a[i], p, &b[i], d, 1 + (uint32_t)rand_r(seed) % 128);
+        if (i % 2) {
+            start_recv(&b[i], p);
+        }
+        assert_int_equal(prompt_send(&a[i]), BT_OK);
+        if (i % 2 == 0) {
+            start_recv(&b[i], p);
+        }
+    }
+    for (int i = 0; i < MANY; i++) {
+        prompt_compute(&a[i], 0, a[i].tokens / 2);
+    }
+}
+
+static void many_at_once(const char *method, size_t max_inflight)
+{
+    struct prompt a[MANY], b[MANY];
+    struct node p, d;
+    unsigned seed = 5;
+
+    open_node(&p, (struct node_opts){.name = "p0", .method = method, .max_inflight = max_inflight});
+    open_node(&d, (struct node_opts){.name = "d0", .max_inflight = max_inflight});
+    for (int round = 0; round < 10; round++) {
+        start_many(a, b, &p, &d, &seed);
+        for (int i = MANY - 1; i >= 0; i--) {
+            prompt_compute(&a[i], a[i].tokens / 2, a[i].tokens);
+            prompt_finish(&a[i]);
+        }
+        for (int i = 0; i < MANY; i++) {
+            assert_true(EVENTUALLY(LOAD(a[i].done) && LOAD(b[i].done)));
+            assert_string_equal(b[i].msg, "");
+            assert_int_equal(wrong_bytes(&d, b[i].pages, b[i].seed, b[i].tokens), 0);
+            free_prompts(&a[i], &b[i]);
+        }
+    }
+    node_close(&d);
+    node_close(&p);
+}
+
+static void test_many_at_once(void **state)
+{
+    many_at_once("pull", 0);
+    many_at_once("message", 10000);
+    many_at_once("put", 10000);
+}
+
+/* Everything that is under way is dropped, five times; then all pages are back and it works. */
+static void cancelled_load(const char *method)
+{
+    struct prompt a[MANY], b[MANY];
+    struct node p, d;
+    unsigned seed = 6;
+
+    open_node(&p, (struct node_opts){.name = "p0", .method = method});
+    open_node(&d, (struct node_opts){.name = "d0"});
+    for (int round = 0; round < 5; round++) {
+        start_many(a, b, &p, &d, &seed);
+        for (int i = 0; i < MANY; i++) {
+            if (rand_r(&seed) % 2) {
+                kv_recv_abort(b[i].recv, BT_E_CANCELLED);
+                kv_send_abort(a[i].send, BT_E_CANCELLED);
+            } else {
+                kv_send_abort(a[i].send, BT_E_CANCELLED);
+                kv_recv_abort(b[i].recv, BT_E_CANCELLED);
+            }
+        }
+        for (int i = 0; i < MANY; i++) {
+            assert_true(EVENTUALLY(LOAD(a[i].done) && LOAD(b[i].done)));
+            assert_int_equal(a[i].rc, BT_E_CANCELLED);
+            assert_int_equal(b[i].rc, BT_E_CANCELLED);
+            free_prompts(&a[i], &b[i]);
+        }
+        assert_int_equal(kv_pool_stats(p.pool).n_free, p.l->n_pages);
+        assert_int_equal(kv_pool_stats(d.pool).n_free, d.l->n_pages);
+    }
+    must_work(&p, &d);
+    node_close(&d);
+    node_close(&p);
+}
+
+static void test_KVX_02_cancelled_load_leaves_nothing(void **state)
+{
+    cancelled_load("pull");
+    cancelled_load("message");
+    cancelled_load("put");
+}
+
 /* ---- restarts ---- */
 
 static int count_fds(void)
@@ -631,6 +726,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_RTR_04_abort_reaches_the_other_side),
         cmocka_unit_test(test_corrupted_piece),
         cmocka_unit_test(test_KVX_04_random_aborts_never_mix_prompts),
+        cmocka_unit_test(test_many_at_once),
+        cmocka_unit_test(test_KVX_02_cancelled_load_leaves_nothing),
         cmocka_unit_test(test_KVX_09_200_restarts_at_one_address),
         cmocka_unit_test(test_hostile_messages_close_their_peer_alone),
     };
