@@ -10,7 +10,7 @@
 set -uo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../deploy/lib.sh"
 
-TEST_PACKAGES="libcmocka-dev redis-server clang-format-14 python3-venv procps"
+TEST_PACKAGES="libcmocka-dev redis-server clang-format-14 python3-venv procps iproute2"
 long=0 gpu=0 stages=()
 
 while [ $# -gt 0 ]; do
