@@ -1,4 +1,4 @@
-/* Host memory: memfd, mapped shared, transparent huge pages asked for. */
+/* Host memory: memfd, mapped shared, or anonymous; transparent huge pages asked for. */
 #include "common/mem/mem.h"
 
 #include <errno.h>
@@ -35,11 +35,32 @@ static int host_alloc(size_t bytes, const char *name, struct bt_mem_region *ret,
     return BT_OK;
 }
 
+static int
+private_alloc(size_t bytes, const char *name, struct bt_mem_region *ret, struct bt_err *err)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), size;
+    void *base;
+
+    if (bytes == 0 || !bt_add_size(bytes, page - 1, &size)) {
+        return BT_FAIL(err, BT_E_INVALID, "memory %s: cannot allocate %zu bytes", name, bytes);
+    }
+    size &= ~(page - 1);
+    base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED) {
+        return BT_FAIL_SYS(err, BT_E_NOMEM, "memory %s: cannot map %zu bytes", name, size);
+    }
+    madvise(base, size, MADV_HUGEPAGE); /* a wish */
+    *ret = (struct bt_mem_region){&bt_mem_private, base, size, -1};
+    return BT_OK;
+}
+
 static void host_free(struct bt_mem_region *r)
 {
     if (r->base) {
         munmap(r->base, r->bytes);
-        close(r->fd);
+        if (r->fd >= 0) {
+            close(r->fd);
+        }
     }
     *r = (struct bt_mem_region){.fd = -1};
 }
@@ -53,6 +74,14 @@ const struct bt_mem_ops bt_mem_host = {
     .kind = BT_MEM_HOST,
     .name = "host",
     .alloc = host_alloc,
+    .free = host_free,
+    .copy = host_copy,
+};
+
+const struct bt_mem_ops bt_mem_private = {
+    .kind = BT_MEM_HOST,
+    .name = "private",
+    .alloc = private_alloc,
     .free = host_free,
     .copy = host_copy,
 };

@@ -212,7 +212,7 @@ int kn_weights_load(const struct bt_model_file *file,
     if (rc < 0) {
         goto fail;
     }
-    rc = bt_mem_host.alloc(ld.used, "baton-weights", &w.region, err);
+    rc = bt_mem_private.alloc(ld.used, "baton-weights", &w.region, err);
     if (rc < 0) {
         goto fail;
     }
@@ -232,7 +232,7 @@ fail:
 void kn_weights_free(struct kn_weights *w)
 {
     if (w->region.base) {
-        bt_mem_host.free(&w->region);
+        w->region.ops->free(&w->region);
     }
     free(w->layers);
     w->layers = NULL;
