@@ -5,6 +5,7 @@
 #include "kernels/model/model_int.h"
 
 #include "common/base/buf.h"
+#include "kernels/core/profile.h"
 #include "kernels/core/registry.h"
 #include "kernels/cpu/team.h"
 
@@ -148,7 +149,7 @@ int kn_model_create(const struct kn_model_cfg *cfg, struct kn_model **ret_model,
     }
     bt_model_rope_freqs(cfg->file, m->freqs);
     m->stream.team = m->team;
-    m->fwd.ops = ops;
+    m->fwd.ops = kn_profile_wrap(ops);
     m->fwd.stream = &m->stream;
     m->fwd.c = bt_model_config(cfg->file);
     m->fwd.w = &m->weights;

@@ -5,18 +5,28 @@
  *
  * Ceilings of the same run: for decode the time to read every weight once a step at the rate at
  * which the same number of threads read that many bytes; for prefill the time of all multiply-adds
- * at the rate of the widest integer instruction.
+ * at the rate of the widest integer instruction (VNNI; AMX tile products are above it).
+ *
+ *   --peer COMMAND   a peer that answers the same cases (peer.h), by turns with our runs; its ratio
+ *                    is the median of the ratios of neighbouring runs
+ *   --cpu            tokens a second of processor time (of all threads): what a machine shared with
+ *                    other work can still tell
+ *   --profile        after each case its ops: time, bytes, operations, share of the limit, which is
+ *                    the longer of bytes over read rate and operations over multiply-add rate
  */
 #include "common/base/buf.h"
 #include "common/thr/thread.h"
 #include "common/thr/time.h"
+#include "kernels/core/profile.h"
 #include "kernels/engine/engine.h"
+#include "tests/bench/peer.h"
 #include "tests/bench/probe.h"
 
 #include <getopt.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <time.h>
 
 #define MAX_RUNS      32
 #define MAX_BATCH     64
@@ -24,7 +34,8 @@
 #define DECODE_TOKENS 64
 
 struct bench {
-    bool json;
+    bool json, cpu, profile;
+    struct peer peer; /* pid 0: none */
     int threads, runs;
     const char *isa, *path;
     struct bt_model_file *file;
@@ -36,15 +47,27 @@ struct bench {
     struct kn_engine *engine;
     pthread_mutex_t lock;
     pthread_cond_t cond;
-    uint32_t n_done, n_started, n_total; /* of the current round, guarded by lock */
-    uint64_t tokens, all_started_ns, end_ns;
+    uint32_t n_done, n_started, n_total;     /* of the current round, guarded by lock */
+    uint64_t tokens, all_started_ns, end_ns; /* by now_ns */
     int rc;
 };
+
+/* Wall or processor time, as asked. */
+static uint64_t now_ns(const struct bench *b)
+{
+    struct timespec t;
+
+    if (!b->cpu) {
+        return bt_now_ns();
+    }
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return (uint64_t)t.tv_sec * BT_NS_PER_S + (uint64_t)t.tv_nsec;
+}
 
 static void on_step(void *arg, struct kn_step *take_step)
 {
     struct bench *b = arg;
-    uint64_t now = bt_now_ns();
+    uint64_t now = now_ns(b);
 
     pthread_mutex_lock(&b->lock);
     for (size_t i = 0; i < take_step->n_outputs; i++) {
@@ -112,7 +135,7 @@ static int round_trip(struct bench *b, uint32_t n, uint32_t prompt, uint32_t ans
 /* Tokens a second of one round. */
 static int measure(struct bench *b, bool decode, uint32_t n, double *ret)
 {
-    uint64_t start = bt_now_ns();
+    uint64_t start = now_ns(b);
     int rc = decode ? round_trip(b, n, DECODE_PROMPT, DECODE_TOKENS) : round_trip(b, 1, n, 1);
 
     if (rc < 0) {
@@ -164,26 +187,96 @@ static double ceiling(const struct bench *b, bool decode, uint32_t n, const char
     return probe_mac_ops_per_s(b->threads, ret_name) * n / prefill_ops(b, n);
 }
 
+static double median_ratio(const double *a, const double *b, int n)
+{
+    double r[MAX_RUNS];
+
+    for (int i = 0; i < n; i++) {
+        r[i] = a[i] / b[i];
+    }
+    return probe_median(r, n);
+}
+
+/* What the ops did between two readings, the longest first. */
+static void print_profile(const struct bench *b, const struct kn_op_count *then)
+{
+    struct kn_op_count now[KN_OP_COUNT];
+    double read = probe_read_bytes_per_s(b->threads, (size_t)b->weight_bytes), total = 0;
+    const char *name;
+    double mac = probe_mac_ops_per_s(b->threads, &name);
+    bool shown[KN_OP_COUNT] = {false};
+
+    kn_profile_read(now);
+    for (int i = 0; i < KN_OP_COUNT; i++) {
+        now[i].calls -= then[i].calls;
+        now[i].ns -= then[i].ns;
+        now[i].bytes -= then[i].bytes;
+        now[i].operations -= then[i].operations;
+        total += (double)now[i].ns;
+    }
+    printf("  %-10s %8s %6s %10s %10s %8s %8s %6s\n", "op", "ms a run", "share", "MB", "MFLOP",
+           "GB/s", "GFLOP/s", "limit");
+    for (int n = 0; n < KN_OP_COUNT; n++) {
+        int at = -1;
+        double ns, limit;
+
+        for (int i = 0; i < KN_OP_COUNT; i++) {
+            at = !shown[i] && (at < 0 || now[i].ns > now[at].ns) ? i : at;
+        }
+        shown[at] = true;
+        ns = (double)now[at].ns;
+        limit = BT_MAX((double)now[at].bytes / read, (double)now[at].operations / mac) * 1e9;
+        if (now[at].calls) {
+            printf("  %-10s %8.3f %6.3f %10.1f %10.1f %8.1f %8.1f %6.3f\n",
+                   kn_op_name((enum kn_op)at), ns / 1e6 / b->runs, ns / total,
+                   (double)now[at].bytes / 1e6 / b->runs,
+                   (double)now[at].operations / 1e6 / b->runs, (double)now[at].bytes / ns,
+                   (double)now[at].operations / ns, limit / ns);
+        }
+    }
+}
+
 static int run_case(struct bench *b, bool decode, uint32_t n)
 {
     char name[64];
-    double v[MAX_RUNS], limit[MAX_RUNS];
-    struct probe_result r = {
-        .bench = "engine", .name = name, .metric = "tokens_per_s", .unit = "tokens/s"};
+    char ask[64];
+    double v[MAX_RUNS], limit[MAX_RUNS], theirs[MAX_RUNS];
+    struct kn_op_count before[KN_OP_COUNT];
+    struct probe_result r = {.bench = "engine",
+                             .name = name,
+                             .metric = b->cpu ? "tokens_per_cpu_s" : "tokens_per_s",
+                             .unit = b->cpu ? "tokens/cpu s" : "tokens/s"};
+
+    snprintf(ask, sizeof(ask), decode ? "decode %u" : "prefill %u", n);
 
     for (int i = -1; i < b->runs; i++) { /* the first one warms up */
         int at = BT_MAX(i, 0), rc;
 
-        limit[at] = ceiling(b, decode, n, &r.ceiling);
+        limit[at] = b->cpu ? 1 : ceiling(b, decode, n, &r.ceiling);
+        if (i == 0) {
+            kn_profile_read(before);
+        }
         rc = measure(b, decode, n, &v[at]);
         if (rc < 0) {
             return rc;
         }
+        theirs[at] = b->peer.pid ? peer_ask(&b->peer, ask) : 0;
+        if (b->peer.pid && theirs[at] <= 0) {
+            return BT_E_INTERNAL;
+        }
+    }
+    if (b->peer.pid) {
+        r.peer = b->peer.name;
+        r.peer_ratio = median_ratio(v, theirs, b->runs);
+        r.peer_value = probe_median(theirs, b->runs);
     }
     r.value = probe_median(v, b->runs);
     r.ceiling_value = probe_median(limit, b->runs);
     snprintf(name, sizeof(name), decode ? "%s decode batch %u" : "%s prefill %u", b->dtype, n);
     probe_print(&r, b->json);
+    if (b->profile) {
+        print_profile(b, before);
+    }
     return BT_OK;
 }
 
@@ -242,11 +335,17 @@ static const char *default_model(char *path, size_t n)
 
 int main(int argc, char **argv)
 {
-    static const struct option options[] = {
-        {"json", no_argument, NULL, 'j'},          {"model", required_argument, NULL, 'm'},
-        {"threads", required_argument, NULL, 't'}, {"runs", required_argument, NULL, 'r'},
-        {"isa", required_argument, NULL, 'i'},     {0}};
+    static const struct option options[] = {{"json", no_argument, NULL, 'j'},
+                                            {"model", required_argument, NULL, 'm'},
+                                            {"threads", required_argument, NULL, 't'},
+                                            {"runs", required_argument, NULL, 'r'},
+                                            {"isa", required_argument, NULL, 'i'},
+                                            {"peer", required_argument, NULL, 'p'},
+                                            {"cpu", no_argument, NULL, 'c'},
+                                            {"profile", no_argument, NULL, 'o'},
+                                            {0}};
     char path[4096];
+    const char *peer = NULL;
     struct bench b = {.threads = bt_cpus_usable(),
                       .runs = 5,
                       .isa = "auto",
@@ -273,6 +372,16 @@ int main(int argc, char **argv)
         case 'i':
             b.isa = optarg;
             break;
+        case 'p':
+            peer = optarg;
+            break;
+        case 'c':
+            b.cpu = true;
+            break;
+        case 'o':
+            b.profile = true;
+            kn_profile_enable();
+            break;
         default:
             return 2;
         }
@@ -280,6 +389,16 @@ int main(int argc, char **argv)
     b.runs = b.runs < 1 ? 1 : BT_MIN(b.runs, MAX_RUNS);
     b.threads = BT_MAX(1, b.threads);
     rc = create(&b, &err);
+    if (rc == BT_OK && peer) {
+        char command[8192];
+
+        snprintf(command, sizeof(command), "exec %s --model '%s' --threads %d%s", peer, b.path,
+                 b.threads, b.cpu ? " --cpu" : "");
+        rc = peer_start(&b.peer, command) ? BT_OK : BT_FAIL(&err, BT_E_INTERNAL, "no peer");
+    }
+    if (rc == BT_OK && b.peer.pid && !b.json) {
+        printf("peer: %s, %d threads\n", b.peer.name, b.threads);
+    }
     if (rc < 0) {
         fprintf(stderr, "bench_engine: %s\n", bt_err_msg(&err, rc));
     } else {
@@ -288,6 +407,7 @@ int main(int argc, char **argv)
     if (b.engine && !kn_engine_stop(b.engine)) {
         rc = BT_E_INTERNAL;
     }
+    peer_stop(&b.peer);
     kn_engine_destroy(b.engine);
     bt_model_close(b.file);
     return rc < 0 ? 1 : 0;

@@ -203,6 +203,9 @@ void probe_print(const struct probe_result *r, bool json)
         if (r->ceiling) {
             printf("  (%s %.3f, ratio %.3f)", r->ceiling, r->ceiling_value, ratio);
         }
+        if (r->peer) {
+            printf("  (peer %.3f, ratio %.3f)", r->peer_value, r->peer_ratio);
+        }
         printf("\n");
     } else {
         printf("{\"bench\":\"%s\",\"case\":\"%s\",\"metric\":\"%s\",\"value\":%.6g,\"unit\":\"%s\"",
@@ -210,6 +213,10 @@ void probe_print(const struct probe_result *r, bool json)
         if (r->ceiling) {
             printf(",\"ceiling\":\"%s\",\"ceiling_value\":%.6g,\"ratio\":%.4f", r->ceiling,
                    r->ceiling_value, ratio);
+        }
+        if (r->peer) {
+            printf(",\"peer\":\"%s\",\"peer_value\":%.6g,\"peer_ratio\":%.4f", r->peer,
+                   r->peer_value, r->peer_ratio);
         }
         printf("}\n");
     }

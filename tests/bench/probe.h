@@ -23,6 +23,8 @@ struct probe_result {
     const char *ceiling;
     double ceiling_value;
     bool lower_is_better;
+    const char *peer;              /* NULL = none */
+    double peer_value, peer_ratio; /* above 1: we are better */
 };
 void probe_print(const struct probe_result *r, bool json);
 

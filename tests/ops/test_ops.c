@@ -4,6 +4,7 @@
 
 #include "kernels/core/dtype.h"
 #include "kernels/core/half.h"
+#include "kernels/core/profile.h"
 #include "kernels/model/model.h"
 
 #define STRIDE_PAD 5 /* floats between input rows */
@@ -453,9 +454,39 @@ static void test_half(void **state)
     }
 }
 
+/* A wrapped table does what the table does and counts it. */
+static void test_profile(void **state)
+{
+    static const float x[] = {1, 2, 3, 4, 5, 6, 7, 8, 9};
+    static const int rows[] = {0, 2};
+    float out[6] = {0};
+    struct kn_gather_args a = {x, 3, rows, 2, 3, out, 3};
+    struct kn_op_count counts[KN_OP_COUNT];
+    struct kn_stream none = {0};
+    const struct kn_ops *ops, *counting;
+    struct bt_err err = {0};
+
+    assert_int_equal(kn_ops_select("ref", &ops, &err), BT_OK);
+    assert_ptr_equal(kn_profile_wrap(ops), ops);
+    kn_profile_enable();
+    counting = kn_profile_wrap(ops);
+    assert_ptr_not_equal(counting, ops);
+    assert_string_equal(counting->numerics, ops->numerics);
+    counting->gather(&none, &a);
+    counting->gather(&none, &a);
+    assert_memory_equal(out, x, 3 * sizeof(float));
+    assert_memory_equal(out + 3, x + 6, 3 * sizeof(float));
+    kn_profile_read(counts);
+    for (int i = 0; i < KN_OP_COUNT; i++) {
+        assert_int_equal(counts[i].calls, i == KN_OP_gather ? 2 : 0);
+    }
+    assert_int_equal(counts[KN_OP_gather].bytes, 2 * 2 * sizeof(out)); /* read and written */
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_profile),
         cmocka_unit_test(test_half),
 #define KN_OP(name, dtypes, what) cmocka_unit_test(op_##name),
 #include "kernels/ops.def"

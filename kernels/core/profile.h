@@ -1,0 +1,25 @@
+/* Where the time of a pass goes: time, bytes and operations of every op.
+ *
+ * An op table can be wrapped so that each call is counted, whatever the back end. Bytes are those
+ * that a call must move at least (weights, KV and activations once), operations those of its
+ * products, counted as two a multiply-add; both follow from the arguments alone. */
+#ifndef KN_CORE_PROFILE_H
+#define KN_CORE_PROFILE_H
+
+#include "kernels/core/ops.h"
+
+struct kn_op_count {
+    uint64_t calls;
+    uint64_t ns;
+    uint64_t bytes;
+    uint64_t operations;
+};
+
+/* Models created from now on count. Main thread, before they are created. */
+void kn_profile_enable(void);
+/* `ops` itself, or the wrapped table when counting is enabled; one back end a process then. */
+const struct kn_ops *kn_profile_wrap(const struct kn_ops *ops);
+/* Counts so far. Any thread; fields of one op may be a call apart. */
+void kn_profile_read(struct kn_op_count ret[KN_OP_COUNT]);
+
+#endif
