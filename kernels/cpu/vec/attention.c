@@ -301,14 +301,24 @@ KN_INLINE void rows_by_tile(const struct item *it, int r0, int n, int valid)
     }
 }
 
-static void one_row(const struct item *it, int r, int valid)
+/* n rows from r that see the same positions; not inlined, so that each count is compiled once. */
+static void __attribute__((noinline)) same_rows(const struct item *it, int r, int n, int valid)
 {
-    rows_by_tile(it, r, 1, valid);
-}
-
-static void many_rows(const struct item *it, int r, int valid)
-{
-    rows_by_tile(it, r, ATT_ROWS, valid);
+    switch (n) {
+#if ATT_ROWS > 1
+    case 4:
+        rows_by_tile(it, r, 4, valid);
+        break;
+    case 3:
+        rows_by_tile(it, r, 3, valid);
+        break;
+    case 2:
+        rows_by_tile(it, r, 2, valid);
+        break;
+#endif
+    default:
+        rows_by_tile(it, r, 1, valid);
+    }
 }
 
 /* Valid positions of tile [pos, pos + 64) for row r: 0..64. */
@@ -324,18 +334,15 @@ static void all_rows(const struct item *it, int pos)
     int r = 0;
 
     while (r < it->n_rows) {
-        int valid = n_valid(it, r, pos);
+        int valid = n_valid(it, r, pos), n = 1;
 
-        if (valid == 0) {
-            r++;
-        } else if (ATT_ROWS > 1 && r + ATT_ROWS <= it->n_rows &&
-                   n_valid(it, r + ATT_ROWS - 1, pos) == valid) {
-            many_rows(it, r, valid);
-            r += ATT_ROWS;
-        } else {
-            one_row(it, r, valid);
-            r++;
+        while (n < ATT_ROWS && r + n < it->n_rows && n_valid(it, r + n, pos) == valid) {
+            n++;
         }
+        if (valid > 0) {
+            same_rows(it, r, n, valid);
+        }
+        r += n;
     }
 }
 
