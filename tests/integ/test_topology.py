@@ -1,7 +1,8 @@
 """Topology invariance: the ids of a request do not depend on where and with whom it runs.
 
-The reference is one colocated process, one thread, one request at a time. Every other arrangement
-must give the same ids bit for bit, greedy and seeded.
+The reference is one colocated process, one thread, one request at a time, nothing reused. Every other
+arrangement must give the same ids bit for bit, greedy and seeded, also where a prompt comes again and
+lies in the pool already.
 """
 import random
 import threading
@@ -41,7 +42,7 @@ def run(c, n, sampling, path):
 
 @pytest.fixture(scope="module")
 def reference(models):
-    c = Cluster(models("tiny"), prefill=0, decode=1, role="both")
+    c = Cluster(models("tiny"), prefill=0, decode=1, role="both", node_args=["--engine.prefix_cache=off"])
     out = {case: run(c, *case, AUTO).tokens for case in cases()}
     assert len({tuple(t) for t in out.values()}) > len(out) // 2  # the prompts do matter
     c.finish()
@@ -85,6 +86,8 @@ ARRANGEMENTS = {
     "split-two-threads": dict(threads=2),
     "split-pages-of-32-and-8": dict(prefill_args=["--engine.page_tokens=32"],
                                     decode_args=["--engine.page_tokens=8"]),
+    "split-blocks-of-64": dict(node_args=["--engine.block_tokens=64"]),
+    "split-without-reuse": dict(node_args=["--engine.prefix_cache=off"]),
 }
 
 
@@ -94,6 +97,7 @@ def test_split(cluster, reference, name):
     check_alone(c, reference, DIRECT)
     check_eight_at_once(c, reference, DIRECT)
     assert c.status("decode-0").handoff_bytes > 0
+    assert (c.status("prefill-0").tokens_cached > 0) == (name != "split-without-reuse")
 
 
 @pytest.mark.parametrize("args", [dict(), dict(threads=2, node_args=["--engine.max_batch_tokens=33"])],
