@@ -10,7 +10,8 @@
 set -uo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../deploy/lib.sh"
 
-TEST_PACKAGES="libcmocka-dev redis-server clang-format-14 python3-venv procps iproute2"
+TEST_PACKAGES="libcmocka-dev redis-server clang-format-14 python3-venv procps iproute2
+    libc6-dbg" # its symbols name the frames in tests/data/tsan.supp
 long=0 gpu=0 stages=()
 
 while [ $# -gt 0 ]; do
@@ -49,7 +50,7 @@ run_meson() {
     shift
     for s in "$@"; do suites+=(--suite "$s"); done
     BATON_TEST_PYTHON=$venv/bin/python \
-        meson test -C "$dir" --no-rebuild --print-errorlogs --num-processes 2 "${suites[@]}"
+        meson test -C "$dir" --no-rebuild --timeout-multiplier 5 --print-errorlogs --num-processes 2 "${suites[@]}"
     local rc=$?
     cp "$dir/meson-logs/testlog.junit.xml" "$results/$(basename "$dir").xml" || broken=$((broken + 1))
     return $rc
