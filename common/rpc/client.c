@@ -287,13 +287,14 @@ static void handle_message(struct bt_rpc_client_call *call)
 {
     struct bt_rpc_arena *arena = bt_loop_arena(call->channel->loop);
     grpc_byte_buffer *buf = call->recv_buf;
+    const struct bt_rpc_unpack_args args = {
+        .desc = call->response, .limit_bytes = 8 * call->channel->config.max_message_bytes};
     ProtobufCMessage *msg;
     char text[256];
     int rc;
 
     call->recv_buf = NULL;
-    rc = bt_rpc_unpack(arena, call->response, buf, 8 * call->channel->config.max_message_bytes,
-                       &msg);
+    rc = bt_rpc_unpack(arena, &args, buf, &msg);
     grpc_byte_buffer_destroy(buf);
     if (rc < 0) {
         snprintf(text, sizeof(text), "response cannot be decoded as %s", call->response->name);

@@ -9,6 +9,7 @@
 #include <grpc/byte_buffer.h>
 #include <grpc/byte_buffer_reader.h>
 #include <grpc/slice.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #define CHUNK_BYTES  (64u << 10)
@@ -107,42 +108,59 @@ grpc_byte_buffer *bt_rpc_pack(const ProtobufCMessage *msg, size_t *ret_bytes)
     return buf;
 }
 
-int bt_rpc_unpack(struct bt_rpc_arena *a,
-                  const ProtobufCMessageDescriptor *desc,
-                  grpc_byte_buffer *buf,
-                  size_t limit_bytes,
+/* Contiguous bytes in, message out. */
+static int decode(struct bt_rpc_arena *a,
+                  const struct bt_rpc_unpack_args *args,
+                  struct bt_str bytes,
                   ProtobufCMessage **ret_msg)
 {
     ProtobufCAllocator alloc = {arena_alloc, arena_free, a};
+    const uint8_t *p = (const uint8_t *)bytes.p;
+    ProtobufCMessage *msg = protobuf_c_message_unpack(args->desc, &alloc, bytes.n, p);
+
+    if (!msg) {
+        snprintf(a->why, sizeof(a->why),
+                 a->exceeded ? "%s takes too much memory when decoded" : "malformed %s",
+                 args->desc->name);
+        return a->exceeded ? BT_E_EXHAUSTED : BT_E_FORMAT;
+    }
+    if (args->strict && bt_rpc_check_strings(args->desc, p, bytes.n, a->why, sizeof(a->why)) < 0) {
+        return BT_E_FORMAT;
+    }
+    *ret_msg = msg;
+    return BT_OK;
+}
+
+int bt_rpc_unpack(struct bt_rpc_arena *a,
+                  const struct bt_rpc_unpack_args *args,
+                  grpc_byte_buffer *buf,
+                  ProtobufCMessage **ret_msg)
+{
     grpc_byte_buffer_reader reader;
     grpc_slice *first, whole = grpc_empty_slice();
-    ProtobufCMessage *msg;
-    const uint8_t *p = NULL;
-    size_t n = grpc_byte_buffer_length(buf);
+    struct bt_str bytes = {"", grpc_byte_buffer_length(buf)};
+    int rc;
 
-    arena_reset(a, limit_bytes);
+    arena_reset(a, args->limit_bytes);
+    snprintf(a->why, sizeof(a->why), "malformed %s", args->desc->name);
     if (!grpc_byte_buffer_reader_init(&reader, buf)) {
         return BT_E_FORMAT;
     }
-    if (grpc_byte_buffer_reader_peek(&reader, &first) && GRPC_SLICE_LENGTH(*first) == n) {
-        p = GRPC_SLICE_START_PTR(*first); /* in one piece: no copy */
-    } else if (n > 0) {
+    if (grpc_byte_buffer_reader_peek(&reader, &first) && GRPC_SLICE_LENGTH(*first) == bytes.n) {
+        bytes.p = (const char *)GRPC_SLICE_START_PTR(*first); /* in one piece: no copy */
+    } else if (bytes.n > 0) {
         grpc_byte_buffer_reader_destroy(&reader);
         if (!grpc_byte_buffer_reader_init(&reader, buf)) {
             return BT_E_FORMAT;
         }
         whole = grpc_byte_buffer_reader_readall(&reader);
-        p = GRPC_SLICE_START_PTR(whole);
-        n = GRPC_SLICE_LENGTH(whole);
+        bytes.p = (const char *)GRPC_SLICE_START_PTR(whole);
+        bytes.n = GRPC_SLICE_LENGTH(whole);
     }
-    msg = protobuf_c_message_unpack(desc, &alloc, n, p ? p : (const uint8_t *)"");
+    rc = decode(a, args, bytes, ret_msg);
     grpc_slice_unref(whole);
     grpc_byte_buffer_reader_destroy(&reader);
-    if (!msg) {
-        return a->exceeded ? BT_E_EXHAUSTED : BT_E_FORMAT;
-    }
-    *ret_msg = msg;
-    return BT_OK;
+    return rc;
 }
 
 void bt_rpc_sendq_init(struct bt_rpc_sendq *q, size_t max_bytes)

@@ -34,18 +34,30 @@ struct bt_rpc_arena {
     size_t total_bytes;          /* of all chunks */
     size_t limit_bytes;          /* for the message being decoded */
     bool exceeded;
+    char why[160]; /* the last decoding failed: what for */
 };
 void bt_rpc_arena_fini(struct bt_rpc_arena *a);
 
 /* codec.c. pack: new buffer owned by the caller, NULL when out of memory.
  * unpack: decodes `buf` (kept by the caller) into the arena, whose content before is lost;
- * valid until the next unpack. BT_E_FORMAT or BT_E_EXHAUSTED. */
+ * valid until the next unpack. BT_E_FORMAT or BT_E_EXHAUSTED, the reason in a->why. */
+struct bt_rpc_unpack_args {
+    const ProtobufCMessageDescriptor *desc;
+    size_t limit_bytes; /* of memory */
+    bool strict;        /* strings must pass bt_rpc_check_strings */
+};
 grpc_byte_buffer *bt_rpc_pack(const ProtobufCMessage *msg, size_t *ret_bytes);
 int bt_rpc_unpack(struct bt_rpc_arena *a,
-                  const ProtobufCMessageDescriptor *desc,
+                  const struct bt_rpc_unpack_args *args,
                   grpc_byte_buffer *buf,
-                  size_t limit_bytes,
                   ProtobufCMessage **ret_msg) BT_MUST_USE;
+/* strings.c. BT_E_FORMAT if a string field of the message (or of one inside it) is not UTF-8 or has
+ * a NUL byte; ret_why names the field and the place. The bytes need not be a whole message. */
+int bt_rpc_check_strings(const ProtobufCMessageDescriptor *desc,
+                         const uint8_t *p,
+                         size_t n,
+                         char *ret_why,
+                         size_t cap) BT_MUST_USE;
 /* Gives memory beyond a small reserve back. */
 void bt_rpc_arena_trim(struct bt_rpc_arena *a);
 

@@ -216,23 +216,21 @@ static void handle_message(struct bt_rpc_call *call)
 {
     const struct bt_rpc_method *m = call->method;
     struct bt_rpc_arena *arena = bt_loop_arena(call->srv->loop);
+    const struct bt_rpc_unpack_args args = {
+        .desc = m->request, .limit_bytes = 8 * call->srv->config.max_message_bytes, .strict = true};
     ProtobufCMessage *msg;
     char text[256];
     int rc;
 
-    rc = bt_rpc_unpack(arena, m->request, call->recv_buf, 8 * call->srv->config.max_message_bytes,
-                       &msg);
+    rc = bt_rpc_unpack(arena, &args, call->recv_buf, &msg);
     grpc_byte_buffer_destroy(call->recv_buf);
     call->recv_buf = NULL;
     if (rc == BT_OK) {
         m->message(call, msg);
-    } else if (rc == BT_E_EXHAUSTED) {
-        snprintf(text, sizeof(text), "%s: %s takes too much memory when decoded", m->path,
-                 m->request->name);
-        bt_rpc_call_finish(call, BT_RPC_RESOURCE_EXHAUSTED, text);
     } else {
-        snprintf(text, sizeof(text), "%s: malformed %s", m->path, m->request->name);
-        bt_rpc_call_finish(call, BT_RPC_INVALID_ARGUMENT, text);
+        snprintf(text, sizeof(text), "%.90s: %s", m->path, arena->why);
+        bt_rpc_call_finish(
+            call, rc == BT_E_EXHAUSTED ? BT_RPC_RESOURCE_EXHAUSTED : BT_RPC_INVALID_ARGUMENT, text);
     }
     bt_rpc_arena_trim(arena);
 }

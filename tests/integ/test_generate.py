@@ -319,11 +319,25 @@ def test_clients_that_leave_while_their_text_is_tokenized(c):
     eventually(lambda: c.client.server().requests_active == 0)
 
 
-def test_text_that_is_not_utf8_is_refused(c):
+def field(number, value):
+    assert len(value) < 128
+    return bytes([number << 3 | 2, len(value)]) + value
+
+
+@pytest.mark.parametrize("bad", [b"\xff\xfe", b"a\0b", b"\xed\xa0\x80"], ids=["bytes", "nul", "surrogate"])
+@pytest.mark.parametrize("what", ["model", "text", "role", "content", "stop", "request_id"])
+def test_SEC_05_strings_must_be_whole_utf8(c, what, bad):
+    """A NUL would cut the string unseen: another prompt, another stop string than the client wrote."""
+    good = field(2, b"hello") + field(6, b"\x08\x02")
+    m = {"model": good + field(1, bad), "text": field(2, bad),
+         "role": field(4, field(1, field(1, bad) + field(2, b"x"))),
+         "content": field(4, field(1, field(1, b"user") + field(2, bad))),
+         "stop": good + field(6, field(3, bad)), "request_id": good + field(7, bad)}[what]
     raw = c.client.channel.unary_stream("/baton.v1.Baton/Generate")
-    with pytest.raises(grpc.RpcError) as e:  # field 2, "text", two bytes that are no character
-        list(raw(b"\x12\x02\xff\xfe", timeout=10))
+    with pytest.raises(grpc.RpcError) as e:
+        list(raw(m, timeout=10))
     assert e.value.code() == INVALID
+    assert {"stop": "strings"}.get(what, what) in e.value.details()
 
 
 def test_model_and_server(c):

@@ -230,6 +230,47 @@ static void test_unknown_method_malformed_and_missing_message(void **state)
     teardown(&f);
 }
 
+/* protobuf-c cuts a string at a NUL: a check on our side would see another text than was sent. The
+ * bytes travel as an unknown field of the request, which is packed as it is. */
+static void test_strings_with_nul_or_broken_utf8_are_refused(void **state)
+{
+    static const struct {
+        uint32_t field;
+        const char *bytes; /* behind their length */
+        size_t n;
+        const char *why; /* NULL: fine */
+    } cases[] = {
+        {1, "\x03xyz", 4, NULL},
+        {1, "\0", 1, NULL},
+        {1, "\x03x\0z", 4, "text has a NUL at byte 1"},
+        {1, "\x02\xff\xfe", 3, "text is not UTF-8 at byte 0"},
+        {1, "\x04xy\xed\xa0", 5, "text is not UTF-8 at byte 2"},
+        {2, "\x02\xff\0", 3, NULL},    /* bytes may be anything */
+        {2000, "\x02\xff\0", 3, NULL}, /* a later version's */
+    };
+
+    for (size_t i = 0; i < BT_ARRAY_LEN(cases); i++) {
+        Baton__Test__EchoRequest req = BATON__TEST__ECHO_REQUEST__INIT;
+        ProtobufCMessageUnknownField raw = {
+            .tag = cases[i].field,
+            .wire_type = PROTOBUF_C_WIRE_TYPE_LENGTH_PREFIXED,
+            .len = cases[i].n,
+            .data = (uint8_t *)(uintptr_t)cases[i].bytes,
+        };
+        struct result res = {0};
+        struct fixture f;
+
+        setup(&f);
+        req.base.n_unknown_fields = 1;
+        req.base.unknown_fields = &raw;
+        start(&f, &res, "Unary", &req, true);
+        EVENTUALLY(&f, res.n_closed);
+        assert_int_equal(res.status, cases[i].why ? BT_RPC_INVALID_ARGUMENT : BT_RPC_OK);
+        assert_true(!cases[i].why || strstr(res.text, cases[i].why));
+        teardown(&f);
+    }
+}
+
 static void test_metadata_is_checked(void **state)
 {
     static const struct bt_rpc_metadata bad[] = {
@@ -838,6 +879,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_unary),
         cmocka_unit_test(test_unknown_method_malformed_and_missing_message),
+        cmocka_unit_test(test_strings_with_nul_or_broken_utf8_are_refused),
         cmocka_unit_test(test_metadata_is_checked),
         cmocka_unit_test(test_server_stream),
         cmocka_unit_test(test_client_stream_and_bidi),
