@@ -357,9 +357,10 @@ place_tensors(struct cursor *c, struct bt_gguf *g, const uint64_t *offsets, stru
         if (offsets[i] % align != 0 || start > c->n || offsets[i] > c->n - start ||
             t->bytes > c->n - start - offsets[i]) {
             return BT_FAIL(err, BT_E_FORMAT,
-                           "gguf: tensor %.*s: offset %llu with %zu bytes is outside the file or "
-                           "not aligned",
-                           BT_NAME_ARG(t->name), (unsigned long long)offsets[i], t->bytes);
+                           "gguf: tensor %.*s: offset %llu with %zu bytes, the file has %zu bytes "
+                           "of tensors aligned to %zu",
+                           BT_NAME_ARG(t->name), (unsigned long long)offsets[i], t->bytes,
+                           start > c->n ? 0 : c->n - start, align);
         }
         t->data = c->p + start + offsets[i];
     }

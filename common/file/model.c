@@ -219,6 +219,21 @@ void bt_model_name_set(struct bt_model_config *cfg, struct bt_str name)
     cfg->name[n] = 0;
 }
 
+/* Says which file it was, for the person with many. */
+static int name_file(const char *path, int rc, struct bt_err *err)
+{
+    const char *slash = strrchr(path, '/');
+    struct bt_err why;
+
+    if (!err || rc == BT_E_NOMEM) {
+        return rc;
+    }
+    why = *err;
+    bt_err_set(err, rc, why.where, "%.80s: %s", slash ? slash + 1 : path, bt_err_msg(&why, rc));
+    err->sys = why.sys;
+    return rc;
+}
+
 static int open_gguf(struct bt_model_file *mf, const char *path, struct bt_err *err)
 {
     int rc;
@@ -233,7 +248,8 @@ static int open_gguf(struct bt_model_file *mf, const char *path, struct bt_err *
     }
     mf->n_files = mf->cap_files = 1;
     mf->files[0].role = "model.gguf";
-    return bt_gguf_load(mf, mf->files[0].p, mf->files[0].n, err);
+    rc = bt_gguf_load(mf, mf->files[0].p, mf->files[0].n, err);
+    return rc < 0 ? name_file(path, rc, err) : rc;
 }
 
 int bt_model_open(const char *path, struct bt_model_file **ret_mf, struct bt_err *err)

@@ -42,6 +42,7 @@ static void expect_refused(struct mk_gguf *g, int want, const char *word)
     }
     assert_int_equal(rc, want);
     assert_non_null(strstr(err.msg, word));
+    assert_true(rc == BT_E_NOMEM || strncmp(err.msg, "m.gguf: ", 8) == 0); /* which file it was */
     assert_null(mf);
 }
 
