@@ -254,6 +254,10 @@ static int run(struct bt_node *node, const struct rt_conf *conf)
         gethostname(host, sizeof(host) - 1);
         snprintf(r.name, sizeof(r.name), "router-%s-%d", host, (int)getpid());
     }
+    if (!bt_member_name_ok(bt_str_of(r.name))) { /* nodes would not take it */
+        BT_FAIL(&err, BT_E_CONFIG, "name = %s: letters, digits, '-', '_', '.' only", r.name);
+        return bt_node_fail(BT_EXIT_CONFIG, BT_E_CONFIG, &err);
+    }
     code = start(&r, &service, &err);
     if (code == BT_EXIT_OK) {
         code = serve(&r, &err);

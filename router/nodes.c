@@ -16,6 +16,7 @@
 
 #define RETRY_MIN_NS     (100 * BT_NS_PER_MS)
 #define RETRY_MAX_NS     (2 * BT_NS_PER_S)
+#define N_FAILURES_MAX   5 /* the longest pause */
 #define RECONNECT_MIN_MS 50
 #define RECONNECT_MAX_MS 1000
 
@@ -143,6 +144,14 @@ static void tell_misfits(struct rt_node *n)
     }
 }
 
+/* Why what answers at a member's address is not that member, or NULL. A seed may be anybody. */
+static const char *stranger(const struct rt_node *n, const Baton__V1__NodeWelcome *w)
+{
+    return !n->seed && n->name[0] && strcmp(n->name, w->name) != 0
+               ? "another node answers at its address"
+               : NULL;
+}
+
 static bool take_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
 {
     enum bt_role role = bt_role_parse(bt_str_of(w->role));
@@ -166,10 +175,25 @@ static bool take_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
     return true;
 }
 
+static int send_take(struct rt_node *n)
+{
+    Baton__V1__RouterMessage m = BATON__V1__ROUTER_MESSAGE__INIT;
+    Baton__V1__TakeSession take = BATON__V1__TAKE_SESSION__INIT;
+
+    m.kind_case = BATON__V1__ROUTER_MESSAGE__KIND_TAKE;
+    m.take = &take;
+    return bt_rpc_client_send(n->session->call, &m.base);
+}
+
 static void on_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
 {
     if (n->state != RT_NODE_CONNECTING) {
         lose(n, "second welcome");
+        return;
+    }
+    if (stranger(n, w)) {
+        n->n_failures = N_FAILURES_MAX;
+        lose(n, stranger(n, w));
         return;
     }
     if (!take_welcome(n, w)) {
@@ -178,8 +202,11 @@ static void on_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
     }
     n->n_failures = 0;
     if (is_double(n)) {
-        n->n_failures = 5; /* the longest pause */
+        n->n_failures = N_FAILURES_MAX;
         lose(n, "the same node by another entry, or an older process of its name");
+        if (!n->registered) {
+            n->name[0] = '\0'; /* the name is the other entry's */
+        }
         return;
     }
     heard(n);
@@ -194,6 +221,10 @@ static void on_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
     memcpy(n->compat.kv_format, w->kv_format.data, 32);
     snprintf(n->compat.numerics, sizeof(n->compat.numerics), "%s", w->numerics);
     n->compat.weight_epoch = w->weight_epoch;
+    if (send_take(n) < 0) {
+        lose(n, "cannot send");
+        return;
+    }
     set_state(n, RT_NODE_READY, "");
     tell_misfits(n);
 }
@@ -365,7 +396,7 @@ static void lose(struct rt_node *n, const char *why)
         }
         free(leg);
     }
-    pause = RETRY_MIN_NS << BT_MIN(n->n_failures, 5u);
+    pause = RETRY_MIN_NS << BT_MIN(n->n_failures, (unsigned)N_FAILURES_MAX);
     n->n_failures++;
     bt_timer_start(r->loop, &n->timer, bt_loop_now(r->loop) + BT_MIN(pause, RETRY_MAX_NS));
 }

@@ -76,7 +76,8 @@ static void on_open(struct bt_rpc_call *call)
     bt_rpc_call_send_headers(call);
 }
 
-/* A router that comes again has lost its old session, whatever the old connection says. */
+/* A router that comes again has lost its old session, whatever the old connection says. Not at the
+ * hello: it may only then find out that it has us by two addresses. */
 static void replace_older(struct kn_session *ses)
 {
     bt_list_for_each_safe (it, &ses->serve->sessions) {
@@ -117,7 +118,6 @@ static void on_hello(struct kn_session *ses, const Baton__V1__RouterHello *hello
     }
     ses->incarnation = hello->incarnation;
     ses->welcomed = true;
-    replace_older(ses);
     BT_INFO("session", "router=%s peer=%s", ses->router, bt_rpc_call_peer(ses->call));
     check_sent(ses, kn_output_send_welcome(ses));
     check_sent(ses, kn_output_send_load(ses));
@@ -154,6 +154,9 @@ static void on_message(struct bt_rpc_call *call, const ProtobufCMessage *msg)
         break;
     case BATON__V1__ROUTER_MESSAGE__KIND_START:
         on_start(ses, m->start);
+        break;
+    case BATON__V1__ROUTER_MESSAGE__KIND_TAKE:
+        replace_older(ses);
         break;
     case BATON__V1__ROUTER_MESSAGE__KIND_CANCEL:
         st = bt_map_get(&ses->streams, m->cancel->stream_id);

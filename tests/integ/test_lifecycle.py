@@ -156,6 +156,39 @@ def test_seeds_without_redis(cluster):
     eventually(lambda: c.state_of("decode-0") == "lost")  # a seed stays in the table
 
 
+def redis(c, *args, text=None):
+    sock = str(c.folder / "redis.sock")
+    out = subprocess.run(["redis-cli", "-s", sock, *args], capture_output=True, text=True, input=text, check=True)
+    return out.stdout
+
+
+def test_one_node_under_two_names_and_addresses(cluster):
+    """A seed by another spelling and a forged member with a node's address: running answers and the
+    table do not notice, and no request waits for either."""
+    c = cluster(model="slow")
+    port = c.procs["decode-0"].address.rsplit(":", 1)[1]
+    c.seeds = [f"localhost:{port}"]
+    c.add_router("router-b").wait_ready()
+    b = c.client_of("router-b")
+    eventually(lambda: len([n for n in b.server().nodes if n.state == "ready"]) == 2)
+    record = redis(c, "get", "baton:{default}:node:decode-0").strip() + "\n"
+    for name in ("other", "another"):
+        redis(c, "zadd", "baton:{default}:nodes", "99999999999999", name)
+        redis(c, "-x", "set", "baton:{default}:node:" + name,
+              text=record.replace("name=decode-0", "name=" + name))
+    for client in (c.client, b):
+        whole = client.generate(ids=PROMPT, max_tokens=400, ignore_eos=True, path=DIRECT)
+        assert whole.timing.retries == 0 and len(whole.tokens) == 400
+        eventually(lambda client=client: {"other", "another"} <= set(client.nodes()))
+        time.sleep(2.5)  # the longest pause before they are tried again
+        whole = client.generate(ids=PROMPT, max_tokens=400, ignore_eos=True, path=DIRECT)
+        assert whole.timing.retries == 0 and len(whole.tokens) == 400
+        nodes = client.server().nodes
+        assert sorted(n.name for n in nodes if n.name) == ["another", "decode-0", "other", "prefill-0"]
+        assert len(nodes) <= 5  # and the seed
+        assert {n.name for n in nodes if n.state == "ready"} == {"decode-0", "prefill-0"}
+
+
 def run(*args, binary="baton-decode"):
     return subprocess.run([BUILD / binary, *args], capture_output=True, text=True, timeout=30 * SLOW,
                           env=clean_env())
@@ -179,9 +212,10 @@ def test_refusals_to_start(models, tmp_path):
                 (3, ["--redis.address=", "--listen=127.0.0.1:0", f"--model={bad}"], ""),
                 (4, ["--redis.address=", f"--model={tiny}", f"--listen={taken}"], taken),
             ]
+            cases.append((2, [*local, "--name=a b"], "name"))
+            cases.append((2, [*local, "--name=\u00fc"], "name"))
             if binary != "baton-router":
                 cases.append((2, [*local, "--net.listen=0.0.0.0:0"], "allow_insecure"))
-                cases.append((2, [*local, "--name=a b"], "name"))
             for code, args, text in cases:
                 out = run(*args, binary=binary)
                 assert out.returncode == code, (binary, args, out.stderr)

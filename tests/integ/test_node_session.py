@@ -256,10 +256,25 @@ def test_router_that_comes_again_replaces_its_old_session(c, session):
     old.start(1, max_tokens=8000)
     old.wait(lambda: old.outputs)
     new = session(name="same", incarnation=9)
+    new.out.put(RouterMessage(take={}))
     old.wait(lambda: old.error)
     assert old.error.code() == grpc.StatusCode.ABORTED
     new.start(1, max_tokens=3)
     assert new.ended(1).finish == LENGTH
+
+
+def test_router_that_finds_a_node_twice_does_no_harm(session):
+    """It learns who answers from the welcome alone; leaving then must not cost its first session."""
+    first = session(name="same", incarnation=9)
+    first.start(1, max_tokens=2000)
+    first.wait(lambda: first.outputs)
+    for _ in range(3):
+        second = session(name="same", incarnation=9)
+        assert second.welcome.name == "decode-0"
+        second.call.cancel()
+        second.wait(lambda: second.error)
+    assert first.ended(1).finish == LENGTH
+    assert first.error is None
 
 
 def test_deadline_of_a_stream(session):
