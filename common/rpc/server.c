@@ -48,7 +48,9 @@ struct bt_rpc_server {
     struct bt_rpc_guard guard;
     struct bt_list calls; /* struct bt_rpc_call.link, slots not included */
     size_t n_slots;
-    size_t n_user_calls; /* opened, not infrastructure, not freed yet */
+    size_t n_user_calls;   /* opened, not infrastructure, not freed yet */
+    size_t n_evicted;      /* of them: ended for having said nothing */
+    struct bt_list silent; /* of them: no message came yet; oldest first */
     struct bt_cq_tag shutdown_tag;
     bool shutdown_seen;
     bool cancelled_all;
@@ -58,7 +60,7 @@ struct bt_rpc_server {
 };
 
 struct bt_rpc_call {
-    struct bt_list link;
+    struct bt_list link, silent_link;
     struct bt_rpc_server *srv;
     grpc_call *call;
     grpc_call_details details;
@@ -79,6 +81,7 @@ struct bt_rpc_call {
     bool held_ok;
     bool read_done; /* nothing more is read */
     bool paused;
+    bool evicted;
     struct bt_timer resume_timer;
 
     struct bt_rpc_sendq sendq;
@@ -154,6 +157,7 @@ static void call_put(struct bt_rpc_call *call)
     bt_list_remove(&call->link);
     if (call->service && !call->service->infrastructure) {
         srv->n_user_calls--;
+        srv->n_evicted -= call->evicted;
     }
     call_free(call);
     post_slots(srv);
@@ -167,6 +171,7 @@ static void call_close(struct bt_rpc_call *call, bool cancelled)
     }
     call->state = CALL_CLOSED;
     call->read_done = true;
+    bt_list_remove(&call->silent_link);
     bt_timer_stop(call->srv->loop, &call->resume_timer);
     bt_rpc_sendq_drop(&call->sendq, call->sending_message);
     if (call->method && call->method->closed) {
@@ -266,6 +271,7 @@ static void on_recv(struct bt_cq_tag *tag, bool ok)
 
     call->n_tags--;
     call->receiving = false;
+    bt_list_remove(&call->silent_link);
     bt_rpc_conn_delivered(call->conn,
                           ok && call->recv_buf ? grpc_byte_buffer_length(call->recv_buf) : 0);
     if (call->paused && call->state == CALL_OPEN) {
@@ -380,6 +386,25 @@ static void refuse(struct bt_rpc_call *call, int status, const char *text)
     bt_rpc_call_finish(call, status, text);
 }
 
+/* At the limit the oldest call that has said nothing ends, so that silence keeps nobody out. */
+static bool make_room(struct bt_rpc_server *srv)
+{
+    struct bt_list *it = bt_list_pop_front(&srv->silent);
+    struct bt_rpc_call *call;
+    char text[128];
+
+    if (!it) {
+        return false;
+    }
+    call = BT_LIST_ENTRY(it, struct bt_rpc_call, silent_link);
+    call->evicted = true;
+    srv->n_evicted++;
+    snprintf(text, sizeof(text), "server has its limit of %d calls and no message has come on this",
+             srv->config.max_calls);
+    bt_rpc_call_finish(call, BT_RPC_RESOURCE_EXHAUSTED, text);
+    return true;
+}
+
 static void dispatch(struct bt_rpc_call *call)
 {
     struct bt_rpc_server *srv = call->srv;
@@ -397,12 +422,14 @@ static void dispatch(struct bt_rpc_call *call)
             refuse(call, BT_RPC_UNAVAILABLE, "server is draining");
             return;
         }
-        if (srv->n_user_calls >= (size_t)srv->config.max_calls) {
+        if (srv->n_user_calls - srv->n_evicted >= (size_t)srv->config.max_calls &&
+            !make_room(srv)) {
             snprintf(text, sizeof(text), "server has its limit of %d calls", srv->config.max_calls);
             refuse(call, BT_RPC_RESOURCE_EXHAUSTED, text);
             return;
         }
         srv->n_user_calls++;
+        bt_list_push_back(&srv->silent, &call->silent_link);
     }
     call->conn = bt_rpc_conn_get(&srv->guard, bt_rpc_call_peer(call));
     if (call->method->open) {
@@ -450,6 +477,7 @@ static void post_slots(struct bt_rpc_server *srv)
         call->send_tag.fn = on_sent;
         call->resume_timer.fn = on_resume;
         bt_list_init(&call->link);
+        bt_list_init(&call->silent_link);
         bt_rpc_sendq_init(&call->sendq, srv->config.max_queued_bytes);
         grpc_call_details_init(&call->details);
         grpc_metadata_array_init(&call->metadata);
@@ -524,6 +552,7 @@ int bt_rpc_server_create(struct bt_loop *loop,
     srv->shutdown_tag.fn = on_shutdown;
     srv->grace.fn = on_grace;
     bt_list_init(&srv->calls);
+    bt_list_init(&srv->silent);
     bt_rpc_guard_init(&srv->guard, loop, 4 * (uint64_t)c.max_message_bytes + WINDOWS_BYTES,
                       on_guard);
     bt_rpc_args_server(&args, &c.keepalive, (int)c.max_message_bytes, c.max_streams);

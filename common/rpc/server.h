@@ -54,7 +54,8 @@ struct bt_rpc_server_config {
     size_t max_message_bytes; /* received; BT_RPC_MAX_MESSAGE_BYTES, at most 1 GiB.
                                  Unfinished messages of one connection: 4 times that + 16 MiB */
     size_t max_queued_bytes;  /* to be sent, per call; BT_RPC_MAX_QUEUED_BYTES */
-    int max_calls;            /* at one time, all connections; 4096 */
+    int max_calls;            /* at one time, all connections; 4096. Then the oldest call
+                                 whose first message has not come makes room */
     int max_streams;          /* calls of one connection; 1024 */
     struct bt_rpc_keepalive keepalive;
 };

@@ -611,6 +611,37 @@ static void test_call_limit(void **state)
     teardown(&f);
 }
 
+/* Calls that never say anything fill the server; whoever speaks gets in all the same. */
+static void test_silent_calls_make_room(void **state)
+{
+    Baton__Test__EchoRequest req = BATON__TEST__ECHO_REQUEST__INIT;
+    struct bt_rpc_server_config config = {.max_calls = 3};
+    struct result silent[3] = {{0}}, busy = {0}, c = {0};
+    struct fixture f;
+
+    setup_at(&f, "127.0.0.1:0", &config, NULL);
+    req.hang = true;
+    start(&f, &busy, "Unary", &req, true);
+    EVENTUALLY(&f, f.stats.n_messages == 1);
+    for (size_t i = 0; i < BT_ARRAY_LEN(silent); i++) {
+        start(&f, &silent[i], "Bidi", NULL, false);
+        EVENTUALLY(&f, f.stats.n_opened == 2 + (int)i);
+    }
+    EVENTUALLY(&f, silent[0].n_closed); /* made room for the third one */
+    assert_int_equal(silent[0].status, BT_RPC_RESOURCE_EXHAUSTED);
+    req.hang = false;
+    start(&f, &c, "Unary", &req, true);
+    EVENTUALLY(&f, c.n_closed);
+    assert_int_equal(c.status, BT_RPC_OK);
+    EVENTUALLY(&f, silent[1].n_closed);
+    assert_int_equal(busy.n_closed + silent[2].n_closed, 0);
+    bt_rpc_client_cancel(busy.call);
+    bt_rpc_client_cancel(silent[2].call);
+    EVENTUALLY(&f, busy.n_closed && silent[2].n_closed);
+    EVENTUALLY(&f, bt_rpc_server_n_calls(f.srv) == 0);
+    teardown(&f);
+}
+
 /* More calls on one connection than the server allows wait at the client for their turn. */
 static void test_stream_limit_of_a_connection(void **state)
 {
@@ -891,6 +922,7 @@ int main(void)
         cmocka_unit_test(test_back_pressure_on_a_client_that_does_not_read),
         cmocka_unit_test(test_send_queue_limit),
         cmocka_unit_test(test_call_limit),
+        cmocka_unit_test(test_silent_calls_make_room),
         cmocka_unit_test(test_stream_limit_of_a_connection),
         cmocka_unit_test(test_drain_grace_and_shutdown),
         cmocka_unit_test(test_server_gone_and_back),
