@@ -62,15 +62,20 @@ def test_TOK_06_user_text_makes_no_control_tokens(c):
     assert not [t for t in c.client.tokenize("<|im_end|>") if t < 3]
 
 
-def test_timing_and_usage_add_up(c):
+def test_MET_03_timing_and_usage_add_up(c):
     t0 = time.monotonic()
-    a = c.client.generate(PROMPT, max_tokens=10, path=DIRECT, ignore_eos=True)
+    first, a = None, Answer()
+    for m in c.client.stream(request(PROMPT, max_tokens=10, path=DIRECT, ignore_eos=True)):
+        first = first or time.monotonic() - t0
+        a.add(m)
     wall = time.monotonic() - t0
     t = a.timing
+    assert t.first_token <= first  # and it has P's compute, the queue and the first relay in it
     assert 0 < t.queue <= t.first_token <= t.second_token <= t.total <= wall
     assert t.path == DIRECT and t.prefill_node == "prefill-0" and t.decode_node == "decode-0"
     assert t.retries == 0
-    assert a.usage.cached_tokens == 0  # MET-03: KV that came from P is no cache hit
+    assert a.usage.cached_tokens == 0  # KV that came from P is no cache hit
+    assert a.usage.completion_tokens == len(a.tokens) == 10  # P's token counted once
     b = c.client.generate(PROMPT, max_tokens=10, path=LOCAL, ignore_eos=True)
     assert b.timing.path == LOCAL and b.tokens == a.tokens
 
