@@ -205,6 +205,7 @@ static void print_profile(const struct bench *b, const struct kn_op_count *then)
     const char *name;
     double mac = probe_mac_ops_per_s(b->threads, &name);
     bool shown[KN_OP_COUNT] = {false};
+    FILE *to = b->json ? stderr : stdout;
 
     kn_profile_read(now);
     for (int i = 0; i < KN_OP_COUNT; i++) {
@@ -214,8 +215,8 @@ static void print_profile(const struct bench *b, const struct kn_op_count *then)
         now[i].operations -= then[i].operations;
         total += (double)now[i].ns;
     }
-    printf("  %-10s %8s %6s %10s %10s %8s %8s %6s\n", "op", "ms a run", "share", "MB", "MFLOP",
-           "GB/s", "GFLOP/s", "limit");
+    fprintf(to, "  %-10s %8s %6s %10s %10s %8s %8s %6s\n", "op", "ms a run", "share", "MB", "MFLOP",
+            "GB/s", "GFLOP/s", "limit");
     for (int n = 0; n < KN_OP_COUNT; n++) {
         int at = -1;
         double ns, limit;
@@ -227,11 +228,11 @@ static void print_profile(const struct bench *b, const struct kn_op_count *then)
         ns = (double)now[at].ns;
         limit = BT_MAX((double)now[at].bytes / read, (double)now[at].operations / mac) * 1e9;
         if (now[at].calls) {
-            printf("  %-10s %8.3f %6.3f %10.1f %10.1f %8.1f %8.1f %6.3f\n",
-                   kn_op_name((enum kn_op)at), ns / 1e6 / b->runs, ns / total,
-                   (double)now[at].bytes / 1e6 / b->runs,
-                   (double)now[at].operations / 1e6 / b->runs, (double)now[at].bytes / ns,
-                   (double)now[at].operations / ns, limit / ns);
+            fprintf(to, "  %-10s %8.3f %6.3f %10.1f %10.1f %8.1f %8.1f %6.3f\n",
+                    kn_op_name((enum kn_op)at), ns / 1e6 / b->runs, ns / total,
+                    (double)now[at].bytes / 1e6 / b->runs,
+                    (double)now[at].operations / 1e6 / b->runs, (double)now[at].bytes / ns,
+                    (double)now[at].operations / ns, limit / ns);
         }
     }
 }

@@ -15,7 +15,7 @@ peer() {
     "$tools/bin/python" -c 'import llama_cpp' 2>/dev/null ||
         CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_COMMON=OFF" \
             CFLAGS="-fno-tree-dse -fno-dse" CXXFLAGS="-fno-tree-dse -fno-dse" \
-            CMAKE_BUILD_PARALLEL_LEVEL=2 "$tools/bin/pip" install \
+            CMAKE_BUILD_PARALLEL_LEVEL=2 "$tools/bin/pip" install --no-cache-dir \
             --no-binary llama-cpp-python "llama-cpp-python==$peer_version"
 }
 
