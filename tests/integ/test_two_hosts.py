@@ -22,7 +22,10 @@ def hosts():
         pytest.skip("no ip (package iproute2)")
     a, b = f"baton-a{os.getpid()}", f"baton-b{os.getpid()}"
     made = ip("netns", "add", a)
+    if made.returncode == 0:
+        made = ip("netns", "exec", a, "true")  # needs mounts of its own, which a plain chroot denies
     if made.returncode != 0:
+        ip("netns", "del", a)
         pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
     try:
         for args in (["netns", "add", b],
