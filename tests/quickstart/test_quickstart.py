@@ -18,8 +18,10 @@ def test_quickstart_once():
 
 
 def test_quickstart_stays_up_until_interrupted():
+    # A run in the background of a shell ignores SIGINT, and so would the script; a terminal's does not.
     p = subprocess.Popen([ROOT / "deploy/quickstart.sh", "--max-tokens", "4"],
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     lines = []
     try:
         for line in p.stderr:
