@@ -13,6 +13,12 @@
  * the call, never on lengths, so a captured graph stays right when the device-side contents change.
  * Neither allocates or synchronizes; run does nothing but launches on `stream`.
  *
+ * Launches overlap (programmatic stream serialization, also inside graphs): every launch carries
+ * that attribute, every block executes griddepcontrol.wait before it touches memory that another
+ * kernel writes, and griddepcontrol.launch_dependents as soon as all its blocks are resident, so
+ * that the next kernel may fetch its weights meanwhile. The next kernel wants up to half of a
+ * multiprocessor's shared memory for that; leave it where it costs nothing (small batches).
+ *
  * Splits over the context of a row lie at absolute positions. With `invariant` set their size, and
  * with it the order of every sum, depends on the position alone, never on the other rows of a call.
  *
