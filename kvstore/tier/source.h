@@ -31,7 +31,8 @@ struct kv_blob_shape {
     size_t layer_bytes;
 };
 struct kv_blob_shape kv_blob_shape_of(const struct kv_layout *layout, uint32_t block_tokens);
-/* Copies one layer of one block between pages and blob form; `pages` are the block's. */
+/* Copies one layer of one block between pages and blob form; `pages` are the block's. Those behind
+ * a tail may be KV_PAGE_NONE: gather writes zeros for them, scatter leaves them out. */
 void kv_blob_gather(
     const struct kv_pool *pool, const uint32_t *pages, uint32_t block_tokens, int layer, void *dst);
 void kv_blob_scatter(const struct kv_pool *pool,
@@ -46,7 +47,9 @@ void kv_blob_scatter(const struct kv_pool *pool,
 struct kv_find {
     struct kv_chain chain; /* borrowed until done: keys and ids of all blocks that are wanted */
     uint32_t first;        /* blocks that need no looking for */
-    uint64_t deadline_ns;  /* then done with what is known */
+    uint32_t n_tokens;    /* of the chain's last block: block_tokens, or fewer for a tail, whose ids
+                             are compared as far as they go */
+    uint64_t deadline_ns; /* then done with what is known */
     /* Any thread, exactly once, maybe inside find. Must not block. */
     void (*done)(struct kv_find *f);
     void *arg;
@@ -55,6 +58,10 @@ struct kv_find {
     uint32_t n_tier[KV_N_TIERS]; /* of them, by where they are */
     uint64_t bytes;
     uint64_t load_ns; /* estimate for bringing all of them, by measured rates and what is queued */
+    /* The leading n_fast of them lie in memory here (host tier), and fast_ns is the estimate for
+     * these alone: who finds the rest too slow takes these. */
+    uint32_t n_fast;
+    uint64_t fast_ns;
     void *priv;
 };
 
