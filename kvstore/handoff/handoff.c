@@ -344,6 +344,10 @@ static int check_cfg(const struct kv_handoff_cfg *cfg, struct bt_err *err)
         return BT_FAIL(err, BT_E_CONFIG, "handoff: node name of %zu bytes, must be 1 to %d", n,
                        WIRE_HANDOFF_MAX_NAME);
     }
+    if (cfg->wire_version > WIRE_HANDOFF_VERSION) {
+        return BT_FAIL(err, BT_E_CONFIG, "handoff: wire version %u, at most %d is spoken",
+                       cfg->wire_version, WIRE_HANDOFF_VERSION);
+    }
     return BT_OK;
 }
 
@@ -358,6 +362,7 @@ static struct kv_handoff *new_handoff(const struct kv_handoff_cfg *cfg)
     h->cfg.silence_ns = cfg->silence_ns ? cfg->silence_ns : 3 * BT_NS_PER_S;
     h->cfg.lease_ns = cfg->lease_ns ? cfg->lease_ns : 30 * BT_NS_PER_S;
     h->cfg.max_open = cfg->max_open ? cfg->max_open : 1024;
+    h->cfg.wire_version = cfg->wire_version ? cfg->wire_version : WIRE_HANDOFF_VERSION;
     h->cfg.max_inflight_bytes = cfg->max_inflight_bytes ? cfg->max_inflight_bytes : 16u << 20;
     h->layout = kv_pool_layout(cfg->pool);
     h->elem = h->layout->dtype == KV_DTYPE_F32 ? 4 : 2;

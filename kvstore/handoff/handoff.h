@@ -38,6 +38,7 @@ struct kv_handoff_cfg {
     uint64_t silence_ns;       /* 3 s: a peer silent for longer is lost */
     uint64_t lease_ns;         /* 30 s: how long a finished prompt waits for a ticket */
     uint32_t max_open;         /* handoffs of either kind at once */
+    uint32_t wire_version;     /* highest that is spoken; 0 = WIRE_HANDOFF_VERSION */
     size_t max_inflight_bytes; /* per peer, one direction */
 };
 
@@ -124,7 +125,12 @@ struct kv_recv_cfg {
     uint64_t peer_incarnation;
     const char *peer_address;
     uint32_t n_tokens;
-    const uint32_t *pages; /* copied; owner KV_OWNER_TRANSFER until done */
+    /* The first n_have tokens lie in this node's pool already and are not sent; a multiple of its
+     * page size, at most n_tokens. All of it: nothing but the first tokens comes. */
+    uint32_t n_have;
+    /* The pages behind them, one for each page of tokens [n_have, n_tokens); copied; owner
+     * KV_OWNER_TRANSFER until done. Pages before are neither named nor touched. */
+    const uint32_t *pages;
     uint32_t n_pages;
     struct kv_recv_events events;
 };

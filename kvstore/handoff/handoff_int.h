@@ -67,6 +67,7 @@ struct kv_peer {
     char fail_msg[232];
     char name[WIRE_HANDOFF_MAX_NAME + 1]; /* printable */
     uint64_t incarnation;
+    uint8_t version;         /* of what is said after both HELLOs: the highest both speak */
     struct kv_layout layout; /* of their pool */
     uint64_t base;
     char key[WIRE_HANDOFF_MAX_KEY];
@@ -98,9 +99,10 @@ struct kv_send {
     struct bt_list peer_link;
     uint32_t ticket;
     enum bt_net_method method;
-    uint32_t *sent; /* [n_layers] pages announced */
-    uint32_t n_ops; /* operations that read our pages */
-    int why_rc;     /* ABORTING: what done will say */
+    uint32_t first_page; /* D has what lies before it */
+    uint32_t *sent;      /* [n_layers] pages announced, or before first_page */
+    uint32_t n_ops;      /* operations that read our pages */
+    int why_rc;          /* ABORTING: what done will say */
     char why[232];
     bool acked, aborted_seen, owe_aborted;
     char reader[WIRE_HANDOFF_MAX_NAME + 1]; /* who may acknowledge */
@@ -108,7 +110,7 @@ struct kv_send {
     struct bt_net_timer timer; /* lease in WAITING, re-ask in COMMITTED, proof in ABORTING */
     struct kv_work work;
     struct bt_list outs; /* PUT: struct kv_out.link, in the order in which they are told of */
-    /* PUT: the pages of D */
+    /* PUT: the pages of D, from first_page on */
     uint32_t *d_pages;
     struct bt_net_rkey *d_rkey;
 };
@@ -129,9 +131,10 @@ struct kv_piece {
 
 struct kv_recv {
     struct kv_end end;
-    uint32_t n_tokens, n_pages;
+    uint32_t n_tokens, n_pages, n_have;
     struct kv_recv_events events;
-    uint32_t *pages, *generations;
+    uint32_t first_page;           /* of ours that is filled */
+    uint32_t *pages, *generations; /* [n_pages], by page of the prompt; from first_page on */
     char *peer_name, *peer_address;
     uint64_t peer_incarnation;
     /* xfer */
@@ -142,7 +145,8 @@ struct kv_recv {
     enum bt_net_method method;
     bool retried;
     uint32_t p_pages;      /* the prompt in P's pages */
-    uint32_t *got;         /* [n_layers] P's pages announced */
+    uint32_t p_first;      /* of P's that is sent */
+    uint32_t *got;         /* [n_layers] P's pages announced, or before p_first */
     uint64_t n_placed;     /* over all layers, P's pages in place and checked */
     struct bt_list pieces; /* announced, not started */
     struct bt_list again;  /* asked for again */
@@ -163,7 +167,7 @@ struct kv_ticket {
     struct bt_list link; /* kv_handoff.tickets, oldest first */
     struct kv_peer *peer;
     struct kv_handoff_id id;
-    uint32_t ticket, n_tokens, n_pages;
+    uint32_t ticket, n_tokens, n_pages, n_have;
     uint64_t deadline_ns;
     enum bt_net_method method;
     uint32_t *d_pages;
@@ -241,6 +245,8 @@ int kv_peer_rc(int32_t rc);
 /* peer.c */
 extern const struct bt_net_handlers kv_peer_handlers;
 struct kv_peer *kv_peer_dial(struct kv_handoff *h, const char *address, struct bt_err *err);
+/* Packs the head in the version that the peer speaks. */
+size_t kv_peer_pack(const struct kv_peer *p, struct wire_handoff *m, char *buf);
 /* Packs and sends; the peer is closed if that fails. False then. */
 bool kv_peer_send(struct kv_peer *p, struct wire_handoff *m, struct bt_str data);
 /* A peer broke the rules: logged, closed. */

@@ -30,6 +30,14 @@ void kv_peer_violation(struct kv_peer *p, const char *what, const struct wire_ha
     kv_peer_close(p, BT_E_PEER_PROTOCOL, what);
 }
 
+size_t kv_peer_pack(const struct kv_peer *p, struct wire_handoff *m, char *buf)
+{
+    bool frozen = m->type == WIRE_HANDOFF_HELLO || m->type == WIRE_HANDOFF_REFUSE;
+
+    m->version = frozen ? 1 : p->version;
+    return wire_handoff_pack(m, buf);
+}
+
 bool kv_peer_send(struct kv_peer *p, struct wire_handoff *m, struct bt_str data)
 {
     char head[WIRE_HANDOFF_MAX_HEAD];
@@ -39,7 +47,7 @@ bool kv_peer_send(struct kv_peer *p, struct wire_handoff *m, struct bt_str data)
     if (p->closing) {
         return false;
     }
-    n = wire_handoff_pack(m, head);
+    n = kv_peer_pack(p, m, head);
     /* Only fixed heads come this way; data is sent where its completion is awaited. */
     rc = bt_net_send(p->net, (struct bt_str){head, n}, data, NULL, NULL);
     if (rc != BT_OK) {
@@ -55,9 +63,8 @@ static void say_hello(struct kv_peer *p)
     struct kv_handoff *h = p->h;
     struct wire_handoff m = {
         .type = WIRE_HANDOFF_HELLO,
-        .version = 1,
         .version_min = WIRE_HANDOFF_VERSION_MIN,
-        .version_max = WIRE_HANDOFF_VERSION,
+        .version_max = (uint16_t)h->cfg.wire_version,
         .page_tokens = (uint32_t)h->layout->page_tokens,
         .n_layers = (uint32_t)h->layout->n_layers,
         .n_kv_heads = (uint32_t)h->layout->n_kv_heads,
@@ -78,8 +85,7 @@ static void say_hello(struct kv_peer *p)
 /* Tells them why and closes once that is out. */
 static void refuse(struct kv_peer *p, int rc, const char *msg)
 {
-    struct wire_handoff m = {
-        .type = WIRE_HANDOFF_REFUSE, .version = 1, .rc = rc, .text = bt_str_of(msg)};
+    struct wire_handoff m = {.type = WIRE_HANDOFF_REFUSE, .rc = rc, .text = bt_str_of(msg)};
 
     BT_WARN("handoff_refused", "peer=%s address=%s reason=\"%s\"", p->name,
             bt_net_peer_address(p->net), msg);
@@ -113,9 +119,9 @@ static int check_compat(struct kv_peer *p, const struct wire_handoff *m, struct 
     };
     char ours[17], theirs[17];
 
-    if (m->version_min > WIRE_HANDOFF_VERSION || m->version_max < WIRE_HANDOFF_VERSION_MIN) {
-        return BT_FAIL(err, BT_E_INCOMPATIBLE, "wire version: %s speaks %d to %d, %s %u to %u",
-                       h->node_name, WIRE_HANDOFF_VERSION_MIN, WIRE_HANDOFF_VERSION, p->name,
+    if (m->version_min > h->cfg.wire_version || m->version_max < WIRE_HANDOFF_VERSION_MIN) {
+        return BT_FAIL(err, BT_E_INCOMPATIBLE, "wire version: %s speaks %d to %u, %s %u to %u",
+                       h->node_name, WIRE_HANDOFF_VERSION_MIN, h->cfg.wire_version, p->name,
                        m->version_min, m->version_max);
     }
     for (size_t i = 0; i < BT_ARRAY_LEN(same); i++) {
@@ -177,6 +183,7 @@ static void on_hello(struct kv_peer *p, const struct wire_handoff *m)
     }
     p->name[m->name.n] = '\0';
     p->incarnation = m->incarnation;
+    p->version = (uint8_t)BT_MIN(p->h->cfg.wire_version, m->version_max);
     p->layout = *p->h->layout;
     p->layout.page_tokens = (int)m->page_tokens;
     p->layout.n_pages = m->pool_pages;

@@ -187,7 +187,7 @@ void kv_recv_confirm_peer_ready(struct kv_peer *p)
 
 void kv_recv_check_end(struct kv_recv *r)
 {
-    uint64_t want = (uint64_t)r->p_pages * (uint64_t)r->end.h->layout->n_layers;
+    uint64_t want = (uint64_t)(r->p_pages - r->p_first) * (uint64_t)r->end.h->layout->n_layers;
 
     if (r->n_ops > 0) {
         return;
@@ -284,8 +284,9 @@ static enum bt_net_method choose_method(const struct kv_recv *r)
     if (r->end.h->forced_method < 0 && p->their_method != WIRE_HANDOFF_NO_METHOD) {
         m = (enum bt_net_method)p->their_method;
     }
-    /* A put writes pages as they are. */
-    if (m == BT_NET_METHOD_PUT && p->layout.page_tokens != r->end.h->layout->page_tokens) {
+    /* A put writes pages as they are, and an old peer all of them. */
+    if (m == BT_NET_METHOD_PUT && (p->layout.page_tokens != r->end.h->layout->page_tokens ||
+                                   (r->n_have > 0 && p->version < 2))) {
         m = BT_NET_METHOD_MESSAGE;
     }
     return m;
@@ -298,8 +299,8 @@ static int put_ticket(struct kv_recv *r, struct wire_handoff *m, struct bt_buf *
     int rc =
         bt_net_mem_register(r->end.h->net, region->base, region->bytes, &r->mem, &m->key, NULL);
 
-    m->n_pages = r->n_pages;
-    for (uint32_t i = 0; rc == BT_OK && i < r->n_pages; i++) {
+    m->n_pages = r->n_pages - r->first_page;
+    for (uint32_t i = r->first_page; rc == BT_OK && i < r->n_pages; i++) {
         uint32_t v[2] = {r->pages[i], r->generations[i]};
         uint8_t b[8];
 
@@ -326,12 +327,13 @@ static bool send_ticket(struct kv_recv *r)
 
     head_of(r, WIRE_HANDOFF_TICKET, &m);
     m.n_tokens = r->n_tokens;
+    m.n_have = r->n_have;
     m.method = (uint8_t)r->method;
     if (r->method == BT_NET_METHOD_PUT) {
         rc = put_ticket(r, &m, &data);
     }
     if (rc == BT_OK && !r->peer->closing) {
-        n = wire_handoff_pack(&m, head);
+        n = kv_peer_pack(r->peer, &m, head);
         rc = bt_net_send(r->peer->net, (struct bt_str){head, n}, bt_buf_str(&data), on_ticket_sent,
                          data.p);
     }
@@ -371,6 +373,10 @@ void kv_recv_peer_ready(struct kv_recv *r)
     }
     r->method = choose_method(r);
     r->p_pages = kv_layout_pages_for(&p->layout, r->n_tokens);
+    r->p_first = p->version < 2 ? 0 : r->n_have / (uint32_t)p->layout.page_tokens;
+    for (int l = 0; l < h->layout->n_layers; l++) {
+        r->got[l] = r->p_first;
+    }
     r->ticket = h->next_ticket++;
     if (h->next_ticket == 0) {
         h->next_ticket = 1;
@@ -489,7 +495,13 @@ static void on_announce(struct kv_recv *r, const struct wire_handoff *m)
             return;
         }
         first += piece->at.n_pages;
-        bt_list_push_back(&r->pieces, &piece->link);
+        if (first * (uint32_t)r->peer->layout.page_tokens <= r->n_have) {
+            /* Of a peer that cannot leave out what is here. */
+            r->n_placed += piece->at.n_pages;
+            kv_recv_piece_free(piece);
+        } else {
+            bt_list_push_back(&r->pieces, &piece->link);
+        }
     }
     kv_work_ready(r->end.h, &r->work);
 }
@@ -676,11 +688,13 @@ static int fill(struct kv_recv *r, const struct kv_recv_cfg *cfg)
     const struct kv_layout *layout = r->end.h->layout;
 
     r->n_tokens = cfg->n_tokens;
-    r->n_pages = cfg->n_pages;
+    r->n_have = cfg->n_have;
+    r->first_page = cfg->n_have / (uint32_t)layout->page_tokens;
+    r->n_pages = r->first_page + cfg->n_pages;
     r->events = cfg->events;
     r->peer_incarnation = cfg->peer_incarnation;
-    r->pages = bt_calloc(cfg->n_pages, sizeof(*r->pages));
-    r->generations = bt_calloc(cfg->n_pages, sizeof(*r->generations));
+    r->pages = bt_calloc(r->n_pages, sizeof(*r->pages));
+    r->generations = bt_calloc(r->n_pages, sizeof(*r->generations));
     r->got = bt_calloc((size_t)layout->n_layers, sizeof(*r->got));
     r->peer_name = strdup(cfg->peer_name);
     r->peer_address = strdup(cfg->peer_address);
@@ -688,8 +702,26 @@ static int fill(struct kv_recv *r, const struct kv_recv_cfg *cfg)
         return BT_E_NOMEM;
     }
     for (uint32_t i = 0; i < cfg->n_pages; i++) {
-        r->pages[i] = cfg->pages[i];
-        r->generations[i] = kv_pool_generation(r->end.h->cfg.pool, cfg->pages[i]);
+        r->pages[r->first_page + i] = cfg->pages[i];
+        r->generations[r->first_page + i] = kv_pool_generation(r->end.h->cfg.pool, cfg->pages[i]);
+    }
+    return BT_OK;
+}
+
+static int check_pages(const struct kv_layout *l, const struct kv_recv_cfg *cfg, struct bt_err *err)
+{
+    uint32_t page_tokens = (uint32_t)l->page_tokens, want;
+
+    if (cfg->n_tokens == 0 || cfg->n_have > cfg->n_tokens || cfg->n_have % page_tokens != 0) {
+        return BT_FAIL(err, BT_E_INVALID, "%u of %u tokens are there, in pages of %u", cfg->n_have,
+                       cfg->n_tokens, page_tokens);
+    }
+    want = kv_layout_pages_for(l, cfg->n_tokens) - cfg->n_have / page_tokens;
+    if (cfg->n_pages != want) {
+        return BT_FAIL(err, BT_E_INVALID,
+                       "%u pages for %u tokens, %u of which are there: %u "
+                       "are needed",
+                       cfg->n_pages, cfg->n_tokens, cfg->n_have, want);
     }
     return BT_OK;
 }
@@ -702,9 +734,9 @@ int kv_recv_create(struct kv_handoff *h,
     struct kv_recv *r;
     int rc;
 
-    if (cfg->n_tokens == 0 || cfg->n_pages != kv_layout_pages_for(h->layout, cfg->n_tokens)) {
-        return BT_FAIL(err, BT_E_INVALID, "%u pages for %u tokens, %u are needed", cfg->n_pages,
-                       cfg->n_tokens, kv_layout_pages_for(h->layout, cfg->n_tokens));
+    rc = check_pages(h->layout, cfg, err);
+    if (rc != BT_OK) {
+        return rc;
     }
     if (!cfg->peer_address || !cfg->peer_name) {
         return BT_FAIL(err, BT_E_INVALID, "handoff without the name or address of its peer");

@@ -18,9 +18,13 @@ void kv_recv_piece_free(struct kv_piece *piece)
     free(piece);
 }
 
-static bool same_pages(const struct kv_recv *r)
+/* Page sizes are equal and none of the piece is here already: it can land where it belongs. */
+static bool lands_in_place(const struct kv_piece *piece)
 {
-    return r->peer->layout.page_tokens == r->end.h->layout->page_tokens;
+    const struct kv_recv *r = piece->r;
+
+    return r->peer->layout.page_tokens == r->end.h->layout->page_tokens &&
+           piece->first_page >= r->first_page;
 }
 
 /* Our pages from prompt page `first` on that are neighbours, at most `max`. */
@@ -82,7 +86,7 @@ static void scatter(struct kv_piece *piece, const char *src)
     uint32_t first = piece->first_page * tp;
     uint32_t end = BT_MIN(first + piece->at.n_pages * tp, r->n_tokens);
 
-    for (uint32_t t = first; t < end;) {
+    for (uint32_t t = BT_MAX(first, r->n_have); t < end;) {
         uint32_t n = BT_MIN(tp - t % tp, td - t % td);
 
         n = BT_MIN(n, end - t);
@@ -150,7 +154,7 @@ static void judge(struct kv_piece *piece, uint64_t sum)
     struct kv_recv *r = piece->r;
     struct kv_handoff *h = r->end.h;
 
-    if (!pages_are_ours(r, 0, r->n_pages)) {
+    if (!pages_are_ours(r, r->first_page, r->n_pages - r->first_page)) {
         kv_add(&h->stale, 1);
         kv_recv_piece_free(piece);
         kv_recv_fail(r, BT_E_PEER_STALE, "a page changed hands during its transfer");
@@ -205,7 +209,7 @@ void kv_recv_place_part(struct kv_piece *piece, struct bt_str data)
 {
     struct kv_recv *r = piece->r;
 
-    if (!same_pages(r) && !piece->bounce) {
+    if (!lands_in_place(piece) && !piece->bounce) {
         piece->bounce = malloc(piece->bytes);
         if (!piece->bounce) {
             r->part = NULL;
@@ -304,7 +308,7 @@ static void start_piece(struct kv_piece *piece)
     r->peer->in_bytes += piece->bytes;
     piece->n_ops++; /* ours, until all reads are posted */
     r->n_ops++;
-    if (same_pages(r)) {
+    if (lands_in_place(piece)) {
         for (uint32_t i = 0, n; i < piece->at.n_pages; i += n) {
             n = run_of(r, piece->first_page + i, piece->at.n_pages - i);
             if (!read_run(piece, page_at(r, piece->layer, piece->first_page + i),

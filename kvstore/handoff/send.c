@@ -280,7 +280,8 @@ static void on_timer(struct bt_net_timer *t)
 /* PUT: D's pages must lie in D's pool, and pages must be equal in size. */
 static int take_put_ticket(struct kv_send *s, struct kv_ticket *t, struct bt_err *err)
 {
-    if (t->peer->layout.page_tokens != s->end.h->layout->page_tokens || t->n_pages != s->n_pages) {
+    if (t->peer->layout.page_tokens != s->end.h->layout->page_tokens ||
+        t->n_pages != s->n_pages - t->n_have / (uint32_t)s->end.h->layout->page_tokens) {
         return BT_FAIL(err, BT_E_UNSUPPORTED, "put needs equal page sizes");
     }
     for (uint32_t i = 0; i < t->n_pages; i++) {
@@ -326,7 +327,10 @@ static void accept_ticket(struct kv_send *s, struct kv_ticket *t)
     s->ticket = t->ticket;
     s->method = t->method;
     s->acked = s->aborted_seen = s->owe_aborted = false;
-    memset(s->sent, 0, (size_t)h->layout->n_layers * sizeof(*s->sent));
+    s->first_page = t->n_have / (uint32_t)h->layout->page_tokens;
+    for (int l = 0; l < h->layout->n_layers; l++) {
+        s->sent[l] = s->first_page;
+    }
     snprintf(s->reader, sizeof(s->reader), "%s", p->name);
     s->reader_incarnation = p->incarnation;
     kv_ticket_free(t);
@@ -397,9 +401,10 @@ static struct kv_ticket *
 read_ticket(struct kv_peer *p, const struct wire_handoff *m, struct bt_str data)
 {
     size_t want = m->method == BT_NET_METHOD_PUT ? (size_t)m->n_pages * 8 : 0;
+    size_t ids = m->block_tokens ? (size_t)m->n_tokens * 4 : 0;
     struct kv_ticket *t;
 
-    if (data.n != want || (want == 0 && m->n_pages != 0)) {
+    if (data.n != want + ids || (want == 0 && m->n_pages != 0)) {
         kv_peer_violation(p, "page list of the wrong length", m);
         return NULL;
     }
@@ -412,6 +417,7 @@ read_ticket(struct kv_peer *p, const struct wire_handoff *m, struct bt_str data)
     t->ticket = m->ticket;
     t->n_tokens = m->n_tokens;
     t->n_pages = m->n_pages;
+    t->n_have = m->n_have;
     t->method = (enum bt_net_method)m->method;
     t->key_bytes = m->key.n;
     if (m->key.n) {
@@ -438,6 +444,11 @@ static void on_ticket(struct kv_peer *p, const struct wire_handoff *m, struct bt
     struct kv_send *s;
 
     if (!t) {
+        return;
+    }
+    if (m->origin_name.n) {
+        say_no(p, t, BT_E_UNSUPPORTED, "this node takes no prompts from others");
+        kv_ticket_free(t);
         return;
     }
     s = kv_find_send(h, t->id);

@@ -168,11 +168,11 @@ static void on_data_sent(void *arg, int rc)
     out_end(arg);
 }
 
-static bool send_part(struct kv_send *s, const struct wire_handoff *m, size_t bytes)
+static bool send_part(struct kv_send *s, struct wire_handoff *m, size_t bytes)
 {
     const char *from = piece_bytes(s, m->layer, &m->pieces[0]);
     char head[WIRE_HANDOFF_MAX_HEAD];
-    size_t n = wire_handoff_pack(m, head);
+    size_t n = kv_peer_pack(s->peer, m, head);
     struct kv_out *o = out_new(s, bytes);
 
     if (!o) {
@@ -296,7 +296,7 @@ put_piece(struct kv_send *s, uint32_t layer, uint32_t first, const struct wire_p
     bt_list_push_back(&s->outs, &o->link);
     o->n_puts = 1; /* ours, until all are posted */
     for (uint32_t i = 0; i < piece->n_pages;) {
-        const uint32_t *to = &s->d_pages[first + i];
+        const uint32_t *to = &s->d_pages[first + i - s->first_page];
         uint32_t n = 1;
 
         while (i + n < piece->n_pages && to[n] == to[0] + n) {
@@ -396,7 +396,8 @@ void kv_send_resend(struct kv_send *s, const struct wire_handoff *m)
 
     if (m->layer >= (uint32_t)s->end.h->layout->n_layers || m->n_pages == 0 ||
         m->n_pages > s->n_pages || m->first_page > s->n_pages - m->n_pages ||
-        m->first_page + m->n_pages > s->sent[m->layer] || s->method == BT_NET_METHOD_PUT) {
+        m->first_page < s->first_page || m->first_page + m->n_pages > s->sent[m->layer] ||
+        s->method == BT_NET_METHOD_PUT) {
         kv_peer_violation(s->peer, "RESEND of what was not announced", m);
         return;
     }

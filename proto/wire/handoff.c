@@ -131,6 +131,22 @@ static void pack_pieces(const struct wire_handoff *m, struct cursor *c)
     }
 }
 
+/* What version 2 adds. */
+static void pack_ticket2(const struct wire_handoff *m, struct cursor *c)
+{
+    BT_BUG_ON(m->origin_name.n > WIRE_HANDOFF_MAX_NAME ||
+              m->origin_address.n > WIRE_HANDOFF_MAX_ADDRESS);
+    put(c, m->n_have, 4);
+    put(c, m->block_tokens, 4);
+    put(c, m->origin_incarnation, 8);
+    put_bytes(c, m->root, sizeof(m->root));
+    put(c, m->origin_name.n, 2);
+    put(c, m->origin_address.n, 2);
+    put(c, 0, 4);
+    put_bytes(c, m->origin_name.p, m->origin_name.n);
+    put_bytes(c, m->origin_address.p, m->origin_address.n);
+}
+
 static void pack_rest(const struct wire_handoff *m, struct cursor *c)
 {
     switch (m->type) {
@@ -154,6 +170,9 @@ static void pack_rest(const struct wire_handoff *m, struct cursor *c)
         put(c, m->key.n, 4);
         put(c, 0, 4);
         put_bytes(c, m->key.p, m->key.n);
+        if (m->version != 1) {
+            pack_ticket2(m, c);
+        }
         break;
     case WIRE_HANDOFF_ANNOUNCE:
     case WIRE_HANDOFF_DATA:
@@ -282,6 +301,31 @@ static void unpack_pieces(struct cursor *c, struct wire_handoff *m)
     }
 }
 
+static void unpack_ticket2(struct cursor *c, struct wire_handoff *m)
+{
+    static const uint8_t zero[sizeof(m->root)];
+    struct bt_str root;
+    size_t name_n, address_n;
+
+    m->n_have = get32(c);
+    m->block_tokens = get32(c);
+    m->origin_incarnation = get(c, 8);
+    root = get_str(c, sizeof(m->root), sizeof(m->root));
+    if (root.n) {
+        memcpy(m->root, root.p, root.n);
+    }
+    name_n = (size_t)get(c, 2);
+    address_n = (size_t)get(c, 2);
+    get_zero(c, 4);
+    m->origin_name = get_str(c, name_n, WIRE_HANDOFF_MAX_NAME);
+    m->origin_address = get_str(c, address_n, WIRE_HANDOFF_MAX_ADDRESS);
+    if (m->n_have > m->n_tokens || (name_n == 0) != (address_n == 0) ||
+        (name_n == 0 &&
+         (m->block_tokens || m->origin_incarnation || memcmp(m->root, zero, sizeof(zero)) != 0))) {
+        c->bad = true;
+    }
+}
+
 static void unpack_ticket(struct cursor *c, struct wire_handoff *m)
 {
     uint32_t key_n;
@@ -293,6 +337,9 @@ static void unpack_ticket(struct cursor *c, struct wire_handoff *m)
     key_n = get32(c);
     get_zero(c, 4);
     m->key = get_str(c, key_n, WIRE_HANDOFF_MAX_KEY);
+    if (m->version >= 2) {
+        unpack_ticket2(c, m);
+    }
     if (m->method > 2 || m->n_tokens == 0) {
         c->bad = true;
     }

@@ -18,7 +18,14 @@
  *   all others        8  u64 id.hi   16  u64 id.lo   24  u32 ticket: D's number of this attempt
  *   TICKET           28  u32 n_tokens   32  u8 method   33  3 zero   36  u32 n_pages
  *                    40  u32 key bytes   44  u32 zero   48  key
- *                        data: n_pages times {u32 page, u32 generation}; PUT alone, else none
+ *     version 2 on, behind the key:
+ *                     0  u32 n_have: D has the first n_have tokens, send what lies behind them
+ *                     4  u32 block_tokens, 0 = no ids   8  u64 origin's incarnation
+ *                    16  16 root of the block keys   32  u16 name bytes   34  u16 address bytes
+ *                    36  u32 zero   40  name and address of the origin: a store daemon takes the
+ *                        prompt from there; none (and all of its fields zero) = you are the origin
+ *                        data: PUT alone: a {u32 page, u32 generation} for each of n_pages, which
+ *                        hold the tokens behind n_have; then, with block_tokens, n_tokens i32 ids
  *   ANNOUNCE, DATA,  28  u32 layer   32  u32 first page of the prompt, in P's pages
  *   PLACED           36  u16 n_pieces (DATA, PLACED: 1)   38  u16 flags (1 = sent again)
  *                    40  n_pieces times {u32 P's page, u32 generation, u32 n_pages, u32 zero,
@@ -40,17 +47,18 @@
 #include "common/base/rc.h"
 
 #define WIRE_HANDOFF_MAGIC       0x4f48
-#define WIRE_HANDOFF_VERSION     1 /* N */
-#define WIRE_HANDOFF_VERSION_MIN 1 /* N-1, once there is one */
+#define WIRE_HANDOFF_VERSION     2 /* N */
+#define WIRE_HANDOFF_VERSION_MIN 1 /* N-1 */
 
-#define WIRE_HANDOFF_MAX_HEAD   4096
-#define WIRE_HANDOFF_MAX_NAME   128
-#define WIRE_HANDOFF_MAX_KEY    512
-#define WIRE_HANDOFF_MAX_TEXT   200
-#define WIRE_HANDOFF_MAX_PIECES 64
-#define WIRE_HANDOFF_MAX_FIRST  16
-#define WIRE_HANDOFF_NO_METHOD  255
-#define WIRE_HANDOFF_AGAIN      1 /* flag: a piece that was asked for again */
+#define WIRE_HANDOFF_MAX_HEAD    4096
+#define WIRE_HANDOFF_MAX_NAME    128
+#define WIRE_HANDOFF_MAX_ADDRESS 271
+#define WIRE_HANDOFF_MAX_KEY     512
+#define WIRE_HANDOFF_MAX_TEXT    200
+#define WIRE_HANDOFF_MAX_PIECES  64
+#define WIRE_HANDOFF_MAX_FIRST   16
+#define WIRE_HANDOFF_NO_METHOD   255
+#define WIRE_HANDOFF_AGAIN       1 /* flag: a piece that was asked for again */
 
 enum wire_handoff_type {
     WIRE_HANDOFF_HELLO = 1,
@@ -92,7 +100,13 @@ struct wire_handoff {
     /* with an id */
     uint64_t id_hi, id_lo;
     uint32_t ticket;
-    uint32_t n_tokens;            /* TICKET, COMMIT */
+    uint32_t n_tokens; /* TICKET, COMMIT */
+    /* TICKET, version 2 */
+    uint32_t n_have, block_tokens;
+    uint64_t origin_incarnation;
+    uint8_t root[16];
+    struct bt_str origin_name, origin_address;
+    /* pieces */
     uint32_t layer, first_page;   /* ANNOUNCE, DATA, PLACED, RESEND */
     uint32_t n_pages, generation; /* RESEND; n_pages also TICKET */
     uint16_t flags;

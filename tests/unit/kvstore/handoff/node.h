@@ -25,7 +25,7 @@ struct node_opts {
     uint64_t incarnation;
     uint8_t compat;
     uint64_t silence_ns, lease_ns;
-    uint32_t max_open;
+    uint32_t max_open, wire_version;
     size_t max_inflight;
 };
 
@@ -47,6 +47,7 @@ static inline int node_open(struct node *n, const struct node_opts *o, struct bt
         .lease_ns = o->lease_ns,
         .max_open = o->max_open ? o->max_open : 64,
         .max_inflight_bytes = o->max_inflight,
+        .wire_version = o->wire_version,
     };
     int rc;
 
@@ -137,7 +138,7 @@ struct prompt {
     struct node *node;
     struct kv_handoff_id id;
     uint64_t seed;
-    uint32_t tokens, n_pages;
+    uint32_t tokens, n_pages, have; /* have: D holds these tokens and gives the pages behind */
     uint32_t *pages;
     struct kv_send *send;
     struct kv_recv *recv;
@@ -204,13 +205,15 @@ static inline int prompt_send(struct prompt *p)
 static inline int
 prompt_recv(struct prompt *p, const char *name, uint64_t incarnation, const char *address)
 {
+    uint32_t first = p->have / (uint32_t)p->node->l->page_tokens;
     const struct kv_recv_cfg cfg = {.id = p->id,
                                     .peer_name = name,
                                     .peer_incarnation = incarnation,
                                     .peer_address = address,
                                     .n_tokens = p->tokens,
-                                    .pages = p->pages,
-                                    .n_pages = p->n_pages,
+                                    .n_have = p->have,
+                                    .pages = p->pages + first,
+                                    .n_pages = p->n_pages - first,
                                     .events = {p, prompt_recv_done}};
 
     return kv_recv_create(p->node->h, &cfg, &p->recv, NULL);

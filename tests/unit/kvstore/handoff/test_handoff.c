@@ -17,14 +17,20 @@ static void open_pair(struct node *p, struct node *d, struct node_opts op, struc
     }
 }
 
-/* One prompt across; `chunk` tokens at a time; the ticket comes before or after the computing. */
-static void hand_over(struct node *p, struct node *d, uint32_t tokens, uint32_t chunk, bool early)
+/* One prompt, of which d holds the first `have` tokens, across; `chunk` tokens at a time; the
+ * ticket comes before or after the computing. */
+static void hand_over_behind(
+    struct node *p, struct node *d, uint32_t tokens, uint32_t have, uint32_t chunk, bool early)
 {
     struct prompt a, b;
     uint64_t id = next_id++;
 
     assert_true(prompt_pages(&a, p, id, tokens, KV_OWNER_SEQ));
     assert_true(prompt_pages(&b, d, id, tokens, KV_OWNER_TRANSFER));
+    b.have = have;
+    for (int l = 0; l < d->l->n_layers; l++) {
+        fill_tokens(d, b.pages, b.seed + 1, l, 0, have); /* not what p has: it shows if touched */
+    }
     if (early) {
         assert_int_equal(prompt_recv(&b, p->name, p->incarnation, kv_handoff_address(p->h)), BT_OK);
     }
@@ -41,12 +47,21 @@ static void hand_over(struct node *p, struct node *d, uint32_t tokens, uint32_t 
     assert_int_equal(b.rc, BT_OK);
     assert_int_equal(a.rc, BT_OK);
     assert_int_equal(a.ticketed, 1);
+    assert_int_equal(wrong_bytes(d, b.pages, b.seed + 1, have), 0);
+    for (int l = 0; l < d->l->n_layers; l++) {
+        fill_tokens(d, b.pages, b.seed, l, 0, have);
+    }
     assert_int_equal(wrong_bytes(d, b.pages, b.seed, tokens), 0);
     assert_int_equal(b.first.n_tokens, 2);
     assert_int_equal(b.first.ids[0], (int32_t)a.seed);
     assert_int_equal(b.first.ids[1], 42);
     prompt_free(&a, KV_OWNER_SEQ);
     prompt_free(&b, KV_OWNER_TRANSFER);
+}
+
+static void hand_over(struct node *p, struct node *d, uint32_t tokens, uint32_t chunk, bool early)
+{
+    hand_over_behind(p, d, tokens, 0, chunk, early);
 }
 
 static const uint32_t lengths[] = {1, 15, 16, 17, 31, 64, 333, 1000};
@@ -113,13 +128,124 @@ static void test_page_sizes_differ(void **state)
                 (struct node_opts){.page_tokens = 8, .dtype = KV_DTYPE_F32, .n_kv_heads = 3});
 }
 
+/* ---- what D holds already ---- */
+
+static const struct {
+    uint32_t tokens, have;
+} behind[] = {{320, 64}, {320, 256}, {333, 128}, {333, 320}, {320, 320}, {64, 64}, {65, 64}};
+
+/* P sends what lies behind, in pieces of its own pages. */
+static uint64_t bytes_behind(const struct node *p, uint32_t tokens, uint32_t have)
+{
+    uint32_t n = kv_layout_pages_for(p->l, tokens) - have / (uint32_t)p->l->page_tokens;
+
+    return (uint64_t)n * p->l->page_stride * (uint64_t)p->l->n_layers;
+}
+
+static void all_behind(struct node_opts op, struct node_opts od)
+{
+    bool old = op.wire_version == 1 || od.wire_version == 1;
+    struct node p, d;
+
+    open_pair(&p, &d, op, od);
+    for (size_t i = 0; i < BT_ARRAY_LEN(behind); i++) {
+        uint64_t before = kv_handoff_stats(d.h).bytes;
+        uint32_t have = old ? 0 : behind[i].have;
+
+        hand_over_behind(&p, &d, behind[i].tokens, behind[i].have, 100, i % 2 == 0);
+        if (!old) {
+            assert_int_equal(kv_handoff_stats(d.h).bytes - before,
+                             bytes_behind(&p, behind[i].tokens, have));
+        }
+        hand_over_behind(&p, &d, behind[i].tokens, behind[i].have, 16, i % 2 == 1);
+        hand_over(&p, &d, behind[i].tokens, 32, true);
+    }
+    assert_int_equal(kv_handoff_stats(d.h).checksum_errors, 0);
+    node_close(&d);
+    node_close(&p);
+}
+
+static void test_only_what_lies_behind_is_sent(void **state)
+{
+    static const char *const methods[] = {"pull", "message", "put"};
+
+    for (int i = 0; i < 3; i++) {
+        all_behind((struct node_opts){.method = methods[i]},
+                   (struct node_opts){.method = methods[i]});
+        all_behind((struct node_opts){.method = methods[i], .transports = "tcp"},
+                   (struct node_opts){.transports = "tcp"});
+    }
+}
+
+static void test_behind_with_other_page_sizes(void **state)
+{
+    for (int i = 0; i < 4; i++) {
+        const char *m = i % 2 ? "message" : "pull";
+
+        all_behind((struct node_opts){.page_tokens = i / 2 ? 64 : 16, .method = m},
+                   (struct node_opts){.page_tokens = i / 2 ? 16 : 64, .method = m});
+    }
+    /* What D has ends within a page of P. */
+    all_behind((struct node_opts){.page_tokens = 128}, (struct node_opts){.page_tokens = 32});
+}
+
+/* A node of the version before sends all of it; what D has stays as it is. */
+static void test_behind_with_a_peer_of_version_1(void **state)
+{
+    static const char *const methods[] = {"pull", "message", "put"};
+
+    for (int i = 0; i < 2; i++) {
+        all_behind((struct node_opts){.wire_version = 1, .method = methods[i]},
+                   (struct node_opts){0});
+        all_behind((struct node_opts){.method = methods[i]}, (struct node_opts){.wire_version = 1});
+        all_behind((struct node_opts){.wire_version = 1, .method = methods[i], .page_tokens = 64},
+                   (struct node_opts){0});
+    }
+    all_lengths((struct node_opts){.wire_version = 1, .method = "put"},
+                (struct node_opts){.wire_version = 1});
+    all_lengths((struct node_opts){.wire_version = 1, .method = "put"}, (struct node_opts){0});
+}
+
+static void test_pages_that_do_not_fit(void **state)
+{
+    static const struct {
+        uint32_t tokens, have, pages;
+    } bad[] = {{100, 8, 7}, {100, 112, 0}, {100, 16, 7}, {100, 16, 5}, {96, 96, 1}, {0, 0, 0}};
+    uint32_t pages[8] = {0};
+    struct kv_recv *r;
+    struct node p, d;
+
+    open_pair(&p, &d, (struct node_opts){0}, (struct node_opts){0});
+    for (size_t i = 0; i < BT_ARRAY_LEN(bad); i++) {
+        const struct kv_recv_cfg cfg = {.id = {1, i},
+                                        .peer_name = "p0",
+                                        .peer_incarnation = 1,
+                                        .peer_address = kv_handoff_address(p.h),
+                                        .n_tokens = bad[i].tokens,
+                                        .n_have = bad[i].have,
+                                        .pages = pages,
+                                        .n_pages = bad[i].pages};
+
+        assert_int_equal(kv_recv_create(d.h, &cfg, &r, NULL), BT_E_INVALID);
+    }
+    node_close(&d);
+    node_close(&p);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_pull_shm),          cmocka_unit_test(test_message_tcp),
-        cmocka_unit_test(test_message_shm),       cmocka_unit_test(test_pull_tcp),
-        cmocka_unit_test(test_put_shm),           cmocka_unit_test(test_put_tcp),
+        cmocka_unit_test(test_pull_shm),
+        cmocka_unit_test(test_message_tcp),
+        cmocka_unit_test(test_message_shm),
+        cmocka_unit_test(test_pull_tcp),
+        cmocka_unit_test(test_put_shm),
+        cmocka_unit_test(test_put_tcp),
         cmocka_unit_test(test_page_sizes_differ),
+        cmocka_unit_test(test_only_what_lies_behind_is_sent),
+        cmocka_unit_test(test_behind_with_other_page_sizes),
+        cmocka_unit_test(test_behind_with_a_peer_of_version_1),
+        cmocka_unit_test(test_pages_that_do_not_fit),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

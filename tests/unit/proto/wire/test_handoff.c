@@ -6,9 +6,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static struct wire_handoff sample(enum wire_handoff_type type)
+#define N_SAMPLES (WIRE_HANDOFF_ABORTED + 1) /* one of each type, and another TICKET */
+
+static struct wire_handoff sample_of(enum wire_handoff_type type, uint8_t version)
 {
-    struct wire_handoff m = {.type = type, .version = 1};
+    struct wire_handoff m = {.type = type, .version = version};
 
     if (type == WIRE_HANDOFF_HELLO) {
         m.version_min = 1;
@@ -65,18 +67,42 @@ static struct wire_handoff sample(enum wire_handoff_type type)
     return m;
 }
 
+/* i from 1 to N_SAMPLES: the types in their order in version 1, then TICKET in version 2. */
+static struct wire_handoff sample(int i)
+{
+    struct wire_handoff m;
+
+    if (i <= WIRE_HANDOFF_ABORTED) {
+        return sample_of((enum wire_handoff_type)i, 1);
+    }
+    m = sample_of(WIRE_HANDOFF_TICKET, 2);
+    m.n_have = 128;
+    m.block_tokens = 64;
+    m.origin_incarnation = 0x8877665544332211;
+    memset(m.root, 0xcd, sizeof(m.root));
+    m.origin_name = BT_STR("prefill-0");
+    m.origin_address = BT_STR("10.0.0.1:5000");
+    return m;
+}
+
 static void test_round_trips(void **state)
 {
-    for (int t = WIRE_HANDOFF_HELLO; t <= WIRE_HANDOFF_ABORTED; t++) {
-        struct wire_handoff m = sample((enum wire_handoff_type)t), got;
+    for (int t = WIRE_HANDOFF_HELLO; t <= N_SAMPLES; t++) {
+        struct wire_handoff m = sample(t), got;
         char a[WIRE_HANDOFF_MAX_HEAD], b[WIRE_HANDOFF_MAX_HEAD];
         size_t n = wire_handoff_pack(&m, a);
 
         assert_int_equal(wire_handoff_unpack((struct bt_str){a, n}, &got, NULL), BT_OK);
-        assert_int_equal(got.type, t);
+        assert_int_equal(got.type, m.type);
         assert_int_equal(got.id_lo, m.id_lo);
         assert_int_equal(got.ticket, m.ticket);
         assert_int_equal(got.n_tokens, m.n_tokens);
+        assert_int_equal(got.n_have, m.n_have);
+        assert_int_equal(got.block_tokens, m.block_tokens);
+        assert_int_equal(got.origin_incarnation, m.origin_incarnation);
+        assert_memory_equal(got.root, m.root, sizeof(m.root));
+        assert_true(bt_str_eq(got.origin_name, m.origin_name));
+        assert_true(bt_str_eq(got.origin_address, m.origin_address));
         assert_int_equal(got.rc, m.rc);
         assert_true(bt_str_eq(got.text, m.text));
         assert_true(bt_str_eq(got.name, m.name));
@@ -85,7 +111,7 @@ static void test_round_trips(void **state)
         assert_memory_equal(got.first, m.first, sizeof(m.first));
         assert_int_equal(wire_handoff_pack(&got, b), n);
         assert_memory_equal(a, b, n);
-        assert_true(strcmp(wire_handoff_type_name(t), "?") != 0);
+        assert_true(strcmp(wire_handoff_type_name((int)m.type), "?") != 0);
     }
 }
 
@@ -108,8 +134,8 @@ static void test_mutations(void **state)
 {
     struct bt_err err;
 
-    for (int t = WIRE_HANDOFF_HELLO; t <= WIRE_HANDOFF_ABORTED; t++) {
-        struct wire_handoff m = sample((enum wire_handoff_type)t), got;
+    for (int t = WIRE_HANDOFF_HELLO; t <= N_SAMPLES; t++) {
+        struct wire_handoff m = sample(t), got;
         char head[WIRE_HANDOFF_MAX_HEAD + 1] = {0}, again[WIRE_HANDOFF_MAX_HEAD];
         size_t n = wire_handoff_pack(&m, head);
 
@@ -148,7 +174,7 @@ static void test_versions_are_named(void **state)
     n = wire_handoff_pack(&m, head);
     assert_int_equal(wire_handoff_unpack((struct bt_str){head, n}, &got, &err), BT_E_INCOMPATIBLE);
     assert_non_null(strstr(err.msg, "version 9"));
-    assert_non_null(strstr(err.msg, "1 to 1"));
+    assert_non_null(strstr(err.msg, "1 to 2"));
     assert_int_equal(wire_handoff_unpack(BT_STR("GET / HTTP/1.1\r\n"), &got, &err),
                      BT_E_PEER_PROTOCOL);
 }
@@ -164,13 +190,14 @@ int main(int argc, char **argv)
 
     if (argc == 3 && strcmp(argv[1], "corpus") == 0) {
         /* Writes one sample of each type into a folder, for the fuzzer. */
-        for (int t = WIRE_HANDOFF_HELLO; t <= WIRE_HANDOFF_ABORTED; t++) {
-            struct wire_handoff m = sample((enum wire_handoff_type)t);
+        for (int t = WIRE_HANDOFF_HELLO; t <= N_SAMPLES; t++) {
+            struct wire_handoff m = sample(t);
             char head[WIRE_HANDOFF_MAX_HEAD], path[512];
             size_t n = wire_handoff_pack(&m, head);
             FILE *f;
 
-            snprintf(path, sizeof(path), "%s/%s", argv[2], wire_handoff_type_name(t));
+            snprintf(path, sizeof(path), "%s/%s%s", argv[2], wire_handoff_type_name((int)m.type),
+                     m.version > 1 ? "_2" : "");
             f = fopen(path, "wb");
             if (!f || fwrite(head, 1, n, f) != n) {
                 return 1;
