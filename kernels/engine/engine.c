@@ -3,7 +3,8 @@
  * Submit and cancel make messages on the caller's thread; handoff events come as messages from the
  * net's thread. All else happens here. While there is work the loop does not sleep; without work it
  * waits for a message or the next deadline. Memory of a step's outputs is one allocation, made when
- * the first output comes and freed by the receiver; nothing else is allocated in the loop.
+ * the first output comes and freed by the receiver; a note is another one. Nothing else is
+ * allocated in the loop.
  */
 #include "kernels/engine/engine_int.h"
 
@@ -144,6 +145,7 @@ static void publish_stats(struct kn_engine *e)
     PUT(tokens_cached, s.tokens_cached);
     PUT(blocks_evicted, x.evictions);
     PUT(key_collisions, x.collisions);
+    PUT(oldest_ns, x.oldest_ns);
 #undef PUT
 }
 
@@ -170,6 +172,7 @@ static void run_step(struct kn_engine *e, const struct kn_step_plan *plan)
         .drawn = e->drawn,
     };
     struct bt_err err = {.rc = BT_OK};
+    uint64_t begin_ns = bt_now_ns();
     int rc = kn_exec_run(e->exec, &args, &err);
 
     if (rc < 0) {
@@ -178,6 +181,7 @@ static void run_step(struct kn_engine *e, const struct kn_step_plan *plan)
         kn_sched_step_failed(e->sched, plan, rc, bt_err_msg(&err, rc));
         return;
     }
+    kn_note_step(e, plan, bt_now_ns() - begin_ns);
     kn_sched_step_done(e->sched, plan, e->drawn);
 }
 
@@ -206,12 +210,16 @@ static void *engine_main(void *arg)
             e->ended_all = true;
             kn_sched_end_all(e->sched, BT_E_CANCELLED, "the engine stops");
         }
+        if (e->index) {
+            kv_index_set_time(e->index, bt_now_ns());
+        }
         kn_sched_tick(e->sched, bt_now_ns());
         plan = kn_sched_plan(e->sched, bt_now_ns());
         if (plan->n_rows > 0) {
             run_step(e, plan);
         }
         publish_stats(e);
+        kn_note_flush(e);
         flush(e);
         if (e->ended_all && kn_sched_stats(e->sched).n_live == 0) {
             break;
@@ -301,7 +309,11 @@ static int create_exec(struct kn_engine *e, struct bt_err *err)
 static int create_index(struct kn_engine *e, struct bt_err *err)
 {
     struct kv_index_cfg cfg = {
-        .pool = e->pool, .block_tokens = e->cfg.block_tokens, .key_bits = e->cfg.key_bits};
+        .pool = e->pool,
+        .block_tokens = e->cfg.block_tokens,
+        .key_bits = e->cfg.key_bits,
+        .sink = kn_note_sink(e),
+    };
     struct kv_key_root_args key = e->cfg.key;
     uint8_t format[32];
     int rc;
@@ -403,6 +415,7 @@ void kn_engine_destroy(struct kn_engine *e)
     bt_mailbox_fini(&e->mailbox);
     bt_close_fd(&e->wake_fd);
     free(e->drawn);
+    free(e->notes.events);
     free(e);
 }
 
@@ -536,7 +549,7 @@ struct kn_engine_stats kn_engine_stats(const struct kn_engine *e)
     return (struct kn_engine_stats){
         GET(waiting),       GET(running),         GET(holding),          GET(tokens_waiting),
         GET(steps),         GET(tokens_computed), GET(tokens_generated), GET(preemptions),
-        GET(tokens_cached), GET(blocks_evicted),  GET(key_collisions),
+        GET(tokens_cached), GET(blocks_evicted),  GET(key_collisions),   GET(oldest_ns),
     };
 #undef GET
 }

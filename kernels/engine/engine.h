@@ -20,6 +20,7 @@
 #include "common/file/model.h"
 #include "common/mem/mem.h"
 #include "kernels/model/sampler.h"
+#include "kvstore/block/events.h"
 #include "kvstore/block/key.h"
 #include "kvstore/handoff/handoff.h"
 
@@ -49,6 +50,24 @@ struct kn_step {
 };
 void kn_step_free(struct kn_step *step);
 
+/* What a step cost: for models of a node's speed. us 0 = no step. */
+struct kn_step_sample {
+    uint32_t prompt_tokens; /* in rows of more than one token */
+    uint64_t prompt_work;   /* sum over them of the tokens that each one attends to */
+    uint32_t rows;          /* of one token */
+    uint64_t row_work;      /* likewise */
+    uint32_t us;
+};
+
+/* What else a pass of the engine has to tell: blocks that came or went, in order, and its cost.
+ * Belongs to the receiver, who frees it with free(). */
+struct kn_note {
+    struct bt_msg msg;
+    struct kn_step_sample sample;
+    size_t n_events;
+    struct kv_event events[];
+};
+
 struct kn_engine_cfg {
     const struct bt_model_file *file; /* borrowed, outlives the engine */
     const struct bt_mem_ops *mem;     /* of the pool */
@@ -72,6 +91,10 @@ struct kn_engine_cfg {
     /* [engine thread] Takes the step. Must not block. */
     void (*emit)(void *arg, struct kn_step *take_step);
     void *emit_arg;
+    /* [engine thread] Takes the note, before the outputs of the same pass. Must not block. NULL =
+     * not wanted. */
+    void (*note)(void *arg, struct kn_note *take_note);
+    void *note_arg;
 };
 
 /* Creates pool and model; kn_engine_start starts the thread. Between the two the caller makes the
@@ -128,6 +151,7 @@ struct kn_engine_stats {
     uint64_t steps, tokens_computed, tokens_generated, preemptions;
     uint64_t tokens_cached; /* taken from the prefix index instead of computed */
     uint64_t blocks_evicted, key_collisions;
+    uint64_t oldest_ns; /* when the cached block that would go next was last used; 0 = none */
 };
 struct kn_engine_stats kn_engine_stats(const struct kn_engine *e); /* any thread */
 

@@ -26,12 +26,23 @@ struct kn_engine {
     atomic_uint n_pending; /* submitted, not yet with the scheduler */
     struct kn_step *step;  /* engine thread: outputs not yet emitted, NULL = none */
     uint32_t step_tokens;  /* used of its tokens */
-    struct {               /* written by the engine thread, read by any; relaxed: each by itself */
+    struct {               /* engine thread: for the next note */
+        struct kv_event *events;
+        size_t n_events, cap_events;
+        bool lost;
+        struct kn_step_sample sample;
+    } notes;
+    struct { /* written by the engine thread, read by any; relaxed: each by itself */
         atomic_uint waiting, running, holding;
         atomic_ullong tokens_waiting, steps, tokens_computed, tokens_generated, preemptions;
-        atomic_ullong tokens_cached, blocks_evicted, key_collisions;
+        atomic_ullong tokens_cached, blocks_evicted, key_collisions, oldest_ns;
     } stats;
 };
+
+/* note.c [engine] */
+struct kv_event_sink kn_note_sink(struct kn_engine *e);
+void kn_note_step(struct kn_engine *e, const struct kn_step_plan *plan, uint64_t ns);
+void kn_note_flush(struct kn_engine *e);
 
 extern const struct kn_xfer_ops kn_xfer_handoff;
 /* [engine] Layer `layer` of all rows is there: tells the sends. */

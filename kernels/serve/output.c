@@ -5,6 +5,7 @@
 #include "kernels/serve/serve_int.h"
 
 #include "common/base/buf.h"
+#include "common/thr/time.h"
 
 #include <stdlib.h>
 
@@ -187,6 +188,7 @@ int kn_output_send_welcome(struct kn_session *ses)
     w.context_tokens = (uint32_t)kn_engine_max_ctx(s->engine);
     w.page_tokens = (uint32_t)layout->page_tokens;
     w.pages_total = layout->n_pages;
+    w.block_tokens = s->conf->prefix_cache ? (uint32_t)s->conf->block_tokens : 0;
     w.heartbeat_ms = (uint32_t)(s->conf->heartbeat_ns / 1000000);
     m.kind_case = BATON__V1__NODE_MESSAGE__KIND_WELCOME;
     m.welcome = &w;
@@ -197,14 +199,22 @@ int kn_output_send_load(struct kn_session *ses)
 {
     Baton__V1__NodeMessage m = BATON__V1__NODE_MESSAGE__INIT;
     Baton__V1__NodeLoad l = BATON__V1__NODE_LOAD__INIT;
-    const struct kn_serve *s = ses->serve;
+    struct kn_serve *s = ses->serve;
     struct kn_engine_stats st = kn_engine_stats(s->engine);
     struct kv_pool_stats pool = kv_pool_stats(kn_engine_pool(s->engine));
+    struct kn_cache_load buf;
+    uint64_t now = bt_now_ns();
 
     l.pages_free = kv_pool_stats_room(&pool);
     l.requests_waiting = st.waiting;
     l.requests_running = st.running;
     l.tokens_waiting = st.tokens_waiting;
+    l.starts = ses->n_starts;
+    l.pages_unused = pool.n_free;
+    if (st.oldest_ns > 0 && now > st.oldest_ns) {
+        l.oldest_ms = (uint32_t)BT_MIN((now - st.oldest_ns) / BT_NS_PER_MS, UINT64_C(1) << 31);
+    }
+    kn_cache_fill_load(s, &buf, &l);
     l.draining = s->state != KN_SERVE_READY;
     m.kind_case = BATON__V1__NODE_MESSAGE__KIND_LOAD;
     m.load = &l;

@@ -215,6 +215,8 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
         .max_waiting = (int)c->max_waiting,
         .emit = emit,
         .emit_arg = s,
+        .note = kn_cache_note,
+        .note_arg = s,
     };
     struct kv_handoff_cfg hc = {
         .net = {.listen = c->net_listen,
@@ -229,8 +231,9 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
         .max_open = (uint32_t)(c->max_running + c->max_waiting),
         .max_inflight_bytes = 32u << 20,
     };
-    int rc = kn_engine_create(&ec, &s->engine, err);
+    int rc = kn_cache_init(s, err);
 
+    rc = rc < 0 ? rc : kn_engine_create(&ec, &s->engine, err);
     if (rc < 0) {
         return rc;
     }
@@ -387,10 +390,17 @@ static bool stop(struct kn_serve *s)
     bt_list_init(&left);
     bt_mailbox_detach(&s->steps, &left);
     while ((it = bt_list_pop_front(&left))) {
-        kn_step_free(BT_CONTAINER_OF(it, struct kn_step, msg.link));
+        struct bt_msg *msg = BT_CONTAINER_OF(it, struct bt_msg, link);
+
+        if (msg->handle == on_step) {
+            kn_step_free(BT_CONTAINER_OF(msg, struct kn_step, msg));
+        } else {
+            kn_cache_drop(msg);
+        }
     }
     bt_loop_destroy(s->loop);
     bt_mailbox_fini(&s->steps);
+    kn_cache_fini(s);
     bt_model_close(s->file);
     return clean;
 }

@@ -12,6 +12,7 @@
 #define KN_WIRE_VERSION 1
 #define KN_MAX_SESSIONS 256
 #define KN_WEIGHT_EPOCH 1
+#define KN_N_SAMPLES    64 /* steps whose cost is told with a load */
 
 enum kn_serve_state {
     KN_SERVE_READY,
@@ -51,6 +52,13 @@ struct kn_serve {
     uint64_t last_tag;
 
     struct bt_timer heartbeat, load_soon, drain_limit;
+
+    struct { /* cache.c */
+        struct kv_event_log *log;
+        struct kv_event *batch;
+        struct kn_step_sample samples[KN_N_SAMPLES]; /* the last ones, in a ring */
+        uint64_t n_samples;                          /* since the last load that told them */
+    } cache;
 };
 
 /* One router's session; freed when its call is closed. */
@@ -62,7 +70,14 @@ struct kn_session {
     bool closing; /* finish was called */
     char router[64];
     uint64_t incarnation;
+    uint64_t n_starts;     /* StartRequests that came */
     struct bt_map streams; /* the router's stream id -> struct kn_stream */
+    struct {               /* cache.c */
+        bool follows;
+        uint64_t seq; /* of the last change that was sent */
+        struct kv_event_snapshot snapshot;
+        size_t snapshot_at;
+    } cache;
     /* Outputs of the step at hand. */
     struct bt_list touched; /* in a list of the step, else empty */
     struct kn_session_output {
@@ -89,6 +104,29 @@ void kn_session_step(struct kn_serve *s, struct kn_step *take_step);
 void kn_session_broadcast_load(struct kn_serve *s);
 /* Ends every session with `status`. */
 void kn_session_end_all(struct kn_serve *s, int status, const char *text);
+
+/* A message could not be queued: what follows from the rc of bt_rpc_call_send. */
+void kn_session_send_failed(struct kn_session *ses, int rc);
+
+/* cache.c */
+int kn_cache_init(struct kn_serve *s, struct bt_err *err) BT_MUST_USE;
+void kn_cache_fini(struct kn_serve *s);
+/* [engine thread] */
+void kn_cache_note(void *arg, struct kn_note *take_note);
+/* Frees a note that nobody took. */
+void kn_cache_drop(struct bt_msg *msg);
+/* For owners of blocks besides the engine; any thread. */
+struct kv_event_sink kn_cache_sink(struct kn_serve *s);
+void kn_cache_follow(struct kn_session *ses, const Baton__V1__CacheFollow *m);
+/* Sends what the session has not got yet, as far as its router reads. */
+void kn_cache_pump(struct kn_session *ses);
+void kn_cache_end(struct kn_session *ses);
+struct kn_cache_load {
+    Baton__V1__CacheTierState tiers[KV_EVENT_TIERS], *tier_ptrs[KV_EVENT_TIERS];
+    Baton__V1__StepSample samples[KN_N_SAMPLES], *sample_ptrs[KN_N_SAMPLES];
+};
+/* `buf` holds what the message points to. */
+void kn_cache_fill_load(struct kn_serve *s, struct kn_cache_load *buf, Baton__V1__NodeLoad *m);
 
 /* start.c: checks a StartRequest and submits it. Errors are for the router. */
 int kn_start_stream(struct kn_session *ses,

@@ -20,8 +20,7 @@ static void end_session(struct kn_session *ses, int status, const char *text)
     }
 }
 
-/* A message could not be queued. */
-static void send_failed(struct kn_session *ses, int rc)
+void kn_session_send_failed(struct kn_session *ses, int rc)
 {
     if (ses->closing || rc == BT_E_CANCELLED) {
         return; /* closed follows */
@@ -34,7 +33,7 @@ static void send_failed(struct kn_session *ses, int rc)
 static void check_sent(struct kn_session *ses, int rc)
 {
     if (rc < 0) {
-        send_failed(ses, rc);
+        kn_session_send_failed(ses, rc);
     }
 }
 
@@ -128,6 +127,7 @@ static void on_start(struct kn_session *ses, const Baton__V1__StartRequest *req)
     struct bt_err err = {0};
     int rc = kn_start_stream(ses, req, &err);
 
+    ses->n_starts++;
     if (rc < 0) {
         BT_DEBUG("refuse", "router=%s stream=%llu rc=%s msg=\"%s\"", ses->router,
                  (unsigned long long)req->stream_id, bt_rc_name(rc), bt_err_msg(&err, rc));
@@ -158,6 +158,9 @@ static void on_message(struct bt_rpc_call *call, const ProtobufCMessage *msg)
     case BATON__V1__ROUTER_MESSAGE__KIND_TAKE:
         replace_older(ses);
         break;
+    case BATON__V1__ROUTER_MESSAGE__KIND_FOLLOW:
+        kn_cache_follow(ses, m->follow);
+        break;
     case BATON__V1__ROUTER_MESSAGE__KIND_CANCEL:
         st = bt_map_get(&ses->streams, m->cancel->stream_id);
         if (st) { /* else it has just ended */
@@ -179,6 +182,15 @@ static void on_half_close(struct bt_rpc_call *call)
     }
 }
 
+static void on_drained(struct bt_rpc_call *call)
+{
+    struct kn_session *ses = bt_rpc_call_user(call);
+
+    if (ses) {
+        kn_cache_pump(ses);
+    }
+}
+
 static void on_closed(struct bt_rpc_call *call, bool cancelled)
 {
     struct kn_session *ses = bt_rpc_call_user(call);
@@ -195,6 +207,7 @@ static void on_closed(struct bt_rpc_call *call, bool cancelled)
     bt_list_remove(&ses->link);
     bt_list_remove(&ses->touched);
     ses->serve->n_sessions--;
+    kn_cache_end(ses);
     free(ses->outputs);
     free(ses);
 }
@@ -212,6 +225,7 @@ const struct bt_rpc_method kn_session_methods[] = {
      .open = on_open,
      .message = on_message,
      .half_close = on_half_close,
+     .drained = on_drained,
      .closed = on_closed},
     {.path = "/baton.v1.Node/GetStatus",
      .request = &baton__v1__node_status_request__descriptor,
@@ -290,9 +304,11 @@ void kn_session_broadcast_load(struct kn_serve *s)
         struct kn_session *ses = BT_LIST_ENTRY(it, struct kn_session, link);
 
         if (ses->welcomed && !ses->closing) {
+            kn_cache_pump(ses);
             check_sent(ses, kn_output_send_load(ses));
         }
     }
+    s->cache.n_samples = 0;
 }
 
 void kn_session_end_all(struct kn_serve *s, int status, const char *text)

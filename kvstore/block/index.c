@@ -20,7 +20,7 @@ struct kv_index {
     struct kv_block *unused; /* by next */
     struct bt_list unheld;
     uint32_t n_unheld;
-    uint64_t changes, generation;
+    uint64_t changes, generation, now_ns;
     struct kv_index_stats stats;
 };
 
@@ -225,6 +225,7 @@ void kv_index_drop(struct kv_index *x, struct kv_block *const *blocks, uint32_t 
 
         BT_BUG_ON(b->n_refs == 0);
         if (--b->n_refs == 0) {
+            b->used_ns = x->now_ns;
             bt_list_push_back(&x->unheld, &b->link);
             x->n_unheld++;
         }
@@ -280,6 +281,7 @@ enum kv_publish kv_index_publish(struct kv_index *x,
     x->stats.n_blocks++;
     x->stats.published++;
     x->changes++;
+    kv_event_tell(&x->cfg.sink, KV_EVENT_STORED, 0, kv_key_fingerprint(&b->key));
     *ret_block = b;
     return KV_PUBLISH_NEW;
 }
@@ -305,6 +307,7 @@ static void evict_one(struct kv_index *x)
     x->stats.n_blocks--;
     x->stats.evictions++;
     x->changes++;
+    kv_event_tell(&x->cfg.sink, KV_EVENT_REMOVED, 0, kv_key_fingerprint(&b->key));
 }
 
 uint32_t kv_index_evict(struct kv_index *x, uint32_t n)
@@ -316,6 +319,21 @@ uint32_t kv_index_evict(struct kv_index *x, uint32_t n)
         done += x->block_pages;
     }
     return done;
+}
+
+void kv_index_set_time(struct kv_index *x, uint64_t now_ns)
+{
+    x->now_ns = now_ns;
+}
+
+void kv_index_tell(const struct kv_index *x)
+{
+    kv_event_tell(&x->cfg.sink, KV_EVENT_CLEARED, 0, 0);
+    for (uint64_t i = 0; i <= x->bucket_mask; i++) {
+        for (const struct kv_block *b = x->buckets[i]; b; b = b->next) {
+            kv_event_tell(&x->cfg.sink, KV_EVENT_STORED, 0, kv_key_fingerprint(&b->key));
+        }
+    }
 }
 
 bool kv_index_clear(struct kv_index *x)
@@ -332,5 +350,8 @@ struct kv_index_stats kv_index_stats(const struct kv_index *x)
     struct kv_index_stats s = x->stats;
 
     s.n_held = s.n_blocks - x->n_unheld;
+    if (x->n_unheld > 0) {
+        s.oldest_ns = BT_LIST_ENTRY(x->unheld.next, struct kv_block, link)->used_ns;
+    }
     return s;
 }

@@ -18,6 +18,7 @@
 #define KV_BLOCK_INDEX_H
 
 #include "common/ds/list.h"
+#include "kvstore/block/events.h"
 #include "kvstore/block/key.h"
 #include "kvstore/block/pool.h"
 
@@ -31,6 +32,7 @@ struct kv_block {
     struct kv_key key, root;
     uint32_t n_refs;
     uint32_t n_children;
+    uint64_t used_ns;    /* when the last holder let go, by kv_index_set_time */
     uint32_t mark;       /* scratch of the caller, 0 in between */
     uint64_t generation; /* of the entry; never used twice */
     int32_t *ids;        /* [block_tokens] */
@@ -38,9 +40,10 @@ struct kv_block {
 };
 
 struct kv_index_cfg {
-    struct kv_pool *pool; /* borrowed */
-    int block_tokens;     /* a multiple of the page's */
-    int key_bits;         /* 0 = all; fewer make collisions, for tests */
+    struct kv_pool *pool;      /* borrowed */
+    int block_tokens;          /* a multiple of the page's */
+    int key_bits;              /* 0 = all; fewer make collisions, for tests */
+    struct kv_event_sink sink; /* told of blocks that come and go, as tier 0 (the pool) */
 };
 
 /* BT_E_CONFIG: block_tokens does not fit the pool's pages. */
@@ -96,11 +99,16 @@ enum kv_publish kv_index_publish(struct kv_index *index,
 /* Gives up unheld blocks until at least n pages are free or no block is left; returns how many
  * pages were. */
 uint32_t kv_index_evict(struct kv_index *index, uint32_t n);
+/* What time it is, for used_ns. */
+void kv_index_set_time(struct kv_index *index, uint64_t now_ns);
+/* Tells the sink of everything anew: cleared, then each block that is here. */
+void kv_index_tell(const struct kv_index *index);
 /* Gives up everything; false and a log line if something is held. */
 bool kv_index_clear(struct kv_index *index);
 
 struct kv_index_stats {
     uint32_t n_blocks, n_held;
+    uint64_t oldest_ns; /* used_ns of the block that would be given up next; 0 = there is none */
     uint64_t published, duplicates, collisions, evictions;
 };
 struct kv_index_stats kv_index_stats(const struct kv_index *index);
