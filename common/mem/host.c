@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 static int host_alloc(size_t bytes, const char *name, struct bt_mem_region *ret, struct bt_err *err)
@@ -31,6 +32,31 @@ static int host_alloc(size_t bytes, const char *name, struct bt_mem_region *ret,
         return BT_E_NOMEM;
     }
     madvise(base, size, MADV_HUGEPAGE); /* a wish; not every kernel grants it for memfd */
+    *ret = (struct bt_mem_region){&bt_mem_host, base, size, fd};
+    return BT_OK;
+}
+
+/* Whoever made it may have rounded up further: huge pages. */
+static int
+host_import(int fd, size_t bytes, const char *name, struct bt_mem_region *ret, struct bt_err *err)
+{
+    struct stat st;
+    size_t size;
+    void *base;
+
+    if (fstat(fd, &st) != 0) {
+        return BT_FAIL_SYS(err, BT_E_SYS, "memory %s: descriptor", name);
+    }
+    size = (size_t)st.st_size;
+    if (bytes == 0 || !S_ISREG(st.st_mode) || size < bytes) {
+        return BT_FAIL(err, BT_E_INVALID, "memory %s: %zu bytes are there, not %zu", name, size,
+                       bytes);
+    }
+    base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED) {
+        return BT_FAIL_SYS(err, BT_E_NOMEM, "memory %s: cannot map %zu bytes", name, size);
+    }
+    madvise(base, size, MADV_HUGEPAGE); /* a wish, as above */
     *ret = (struct bt_mem_region){&bt_mem_host, base, size, fd};
     return BT_OK;
 }
@@ -76,6 +102,7 @@ const struct bt_mem_ops bt_mem_host = {
     .alloc = host_alloc,
     .free = host_free,
     .copy = host_copy,
+    .import = host_import,
 };
 
 const struct bt_mem_ops bt_mem_private = {

@@ -24,6 +24,11 @@ struct bt_mem_ops {
     void (*free)(struct bt_mem_region *r);
     /* Copies inside the kind or between it and host memory; synchronous. */
     void (*copy)(void *dst, const void *src, size_t bytes);
+    /* Memory that another process made and handed over as a descriptor, which the region owns from
+     * then on; a failure leaves it with the caller. BT_E_INVALID: it holds less than `bytes`.
+     * NULL: memory of this kind stays with its process. */
+    int (*import)(
+        int fd, size_t bytes, const char *name, struct bt_mem_region *ret, struct bt_err *err);
 };
 
 extern const struct bt_mem_ops bt_mem_host;

@@ -1,28 +1,11 @@
 /* Prefix index: a hash table over a fixed array of entries, and the list of those nobody holds. As
  * many entries as the pool has room for blocks, so that none is ever missing. */
-#include "kvstore/block/index.h"
+#include "kvstore/block/index_int.h"
 
 #include "common/base/buf.h"
 #include "common/obs/log.h"
 
 #include <stdlib.h>
-
-struct kv_index {
-    struct kv_index_cfg cfg;
-    struct kv_hasher *hasher;
-    uint32_t block_tokens, block_pages;
-    uint32_t n_max; /* entries */
-    struct kv_block *entries;
-    int32_t *ids;
-    uint32_t *pages;
-    struct kv_block **buckets;
-    uint64_t bucket_mask;
-    struct kv_block *unused; /* by next */
-    struct bt_list unheld;
-    uint32_t n_unheld;
-    uint64_t changes, generation, now_ns;
-    struct kv_index_stats stats;
-};
 
 static int alloc_entries(struct kv_index *x, struct bt_err *err)
 {
@@ -145,13 +128,8 @@ int kv_index_root(struct kv_index *x,
     return kv_key_root(x->hasher, args, ret_root, err);
 }
 
-static struct kv_block **bucket_of(const struct kv_index *x, const struct kv_key *key)
-{
-    return &x->buckets[kv_key_fingerprint(key) & x->bucket_mask];
-}
-
 /* Block `i` of the chain behind `parent`. NULL = not here; *ret_other: another one has its key. */
-static struct kv_block *find(const struct kv_index *x,
+static struct kv_block *find(struct kv_index *x,
                              const struct kv_chain *chain,
                              uint32_t i,
                              const struct kv_block *parent,
@@ -161,13 +139,13 @@ static struct kv_block *find(const struct kv_index *x,
     const int32_t *ids = chain->ids + (size_t)i * x->block_tokens;
 
     *ret_other = false;
-    for (struct kv_block *b = *bucket_of(x, key); b; b = b->next) {
+    for (struct kv_block *b = *kv_index_bucket(x, key); b; b = b->next) {
         if (!kv_key_eq(&b->key, key)) {
             continue;
         }
         if (b->parent == parent && kv_key_eq(&b->root, &chain->root) &&
             memcmp(b->ids, ids, x->block_tokens * sizeof(*ids)) == 0) {
-            return b;
+            return kv_index_check(x, b) ? b : NULL;
         }
         *ret_other = true;
         return NULL; /* one entry a key */
@@ -196,16 +174,15 @@ kv_index_match(struct kv_index *x, const struct kv_chain *chain, struct kv_block
 
 /* ---- holders ---- */
 
-static void tell_cached(struct kv_index *x)
-{
-    kv_pool_set_cached(x->cfg.pool, x->n_unheld * x->block_pages);
-}
-
 static void hold(struct kv_index *x, struct kv_block *b)
 {
     if (b->n_refs++ == 0) {
+        BT_BUG_ON(b->unchecked);
         bt_list_remove(&b->link);
         x->n_unheld--;
+        if (x->cfg.ledger) {
+            kv_ledger_mark_held(x->cfg.ledger, kv_index_slot(x, b));
+        }
     }
 }
 
@@ -215,7 +192,7 @@ void kv_index_hold(struct kv_index *x, struct kv_block *const *blocks, uint32_t 
         BT_BUG_ON(blocks[i]->parent != (i ? blocks[i - 1] : NULL));
         hold(x, blocks[i]);
     }
-    tell_cached(x);
+    kv_index_tell_cached(x);
 }
 
 void kv_index_drop(struct kv_index *x, struct kv_block *const *blocks, uint32_t n)
@@ -228,12 +205,49 @@ void kv_index_drop(struct kv_index *x, struct kv_block *const *blocks, uint32_t 
             b->used_ns = x->now_ns;
             bt_list_push_back(&x->unheld, &b->link);
             x->n_unheld++;
+            if (x->cfg.ledger) {
+                kv_ledger_mark_let_go(x->cfg.ledger, kv_index_slot(x, b));
+            }
         }
     }
-    tell_cached(x);
+    kv_index_tell_cached(x);
 }
 
 /* ---- blocks come and go ---- */
+
+void kv_index_enter(struct kv_index *x, struct kv_block *b)
+{
+    struct kv_block **bucket = kv_index_bucket(x, &b->key);
+
+    b->n_children = 0;
+    b->used_ns = x->now_ns;
+    b->mark = 0;
+    b->unchecked = b->doomed = false;
+    b->generation = ++x->generation;
+    if (b->parent) {
+        b->parent->n_children++;
+    }
+    b->next = *bucket;
+    *bucket = b;
+    x->stats.n_blocks++;
+    x->changes++;
+    kv_event_tell(&x->cfg.sink, KV_EVENT_STORED, 0, kv_key_fingerprint(&b->key));
+}
+
+/* Last of all: from here on a successor takes it over. */
+static void seal(struct kv_index *x, const struct kv_block *b)
+{
+    struct kv_ledger_block r = {.key = b->key, .root = b->root, .ids = b->ids, .pages = b->pages};
+
+    if (!x->cfg.ledger) {
+        return;
+    }
+    if (b->parent) {
+        r.has_parent = true;
+        r.parent = b->parent->key;
+    }
+    kv_ledger_seal(x->cfg.ledger, kv_index_slot(x, b), &r);
+}
 
 enum kv_publish kv_index_publish(struct kv_index *x,
                                  const struct kv_chain *chain,
@@ -242,7 +256,7 @@ enum kv_publish kv_index_publish(struct kv_index *x,
                                  struct kv_block **ret_block)
 {
     uint32_t last = chain->n_blocks - 1;
-    struct kv_block *b, **bucket;
+    struct kv_block *b;
     bool other;
 
     BT_BUG_ON(chain->n_blocks == 0 || (last == 0) != (parent == NULL));
@@ -250,7 +264,7 @@ enum kv_publish kv_index_publish(struct kv_index *x,
     b = find(x, chain, last, parent, &other);
     if (b) {
         hold(x, b);
-        tell_cached(x);
+        kv_index_tell_cached(x);
         x->stats.duplicates++;
         *ret_block = b;
         return KV_PUBLISH_SAME;
@@ -269,29 +283,19 @@ enum kv_publish kv_index_publish(struct kv_index *x,
     b->root = chain->root;
     b->parent = parent;
     b->n_refs = 1;
-    b->n_children = 0;
-    b->mark = 0;
-    b->generation = ++x->generation;
-    if (parent) {
-        parent->n_children++;
-    }
-    bucket = bucket_of(x, &b->key);
-    b->next = *bucket;
-    *bucket = b;
-    x->stats.n_blocks++;
+    kv_index_enter(x, b);
+    seal(x, b);
     x->stats.published++;
-    x->changes++;
-    kv_event_tell(&x->cfg.sink, KV_EVENT_STORED, 0, kv_key_fingerprint(&b->key));
     *ret_block = b;
     return KV_PUBLISH_NEW;
 }
 
-static void evict_one(struct kv_index *x)
+void kv_index_remove(struct kv_index *x, struct kv_block *b)
 {
-    struct kv_block *b = BT_LIST_ENTRY(bt_list_pop_front(&x->unheld), struct kv_block, link);
-    struct kv_block **at = bucket_of(x, &b->key);
+    struct kv_block **at = kv_index_bucket(x, &b->key);
 
     BT_BUG_ON(b->n_refs != 0 || b->n_children != 0);
+    bt_list_remove(&b->link);
     while (*at != b) {
         at = &(*at)->next;
     }
@@ -300,12 +304,14 @@ static void evict_one(struct kv_index *x)
         b->parent->n_children--;
     }
     x->n_unheld--;
-    tell_cached(x);
+    kv_index_tell_cached(x);
+    if (x->cfg.ledger) {
+        kv_ledger_unseal(x->cfg.ledger, kv_index_slot(x, b));
+    }
     kv_pool_give(x->cfg.pool, b->pages, x->block_pages, KV_OWNER_INDEX);
     b->next = x->unused;
     x->unused = b;
     x->stats.n_blocks--;
-    x->stats.evictions++;
     x->changes++;
     kv_event_tell(&x->cfg.sink, KV_EVENT_REMOVED, 0, kv_key_fingerprint(&b->key));
 }
@@ -315,7 +321,8 @@ uint32_t kv_index_evict(struct kv_index *x, uint32_t n)
     uint32_t done = 0;
 
     while (done < n && x->n_unheld > 0) {
-        evict_one(x);
+        kv_index_remove(x, BT_LIST_ENTRY(x->unheld.next, struct kv_block, link));
+        x->stats.evictions++;
         done += x->block_pages;
     }
     return done;

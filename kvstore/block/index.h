@@ -34,6 +34,8 @@ struct kv_block {
     uint32_t n_children;
     uint64_t used_ns;    /* when the last holder let go, by kv_index_set_time */
     uint32_t mark;       /* scratch of the caller, 0 in between */
+    bool unchecked;      /* adopted, bytes not looked at yet; false for whatever is held */
+    bool doomed;         /* the index's own */
     uint64_t generation; /* of the entry; never used twice */
     int32_t *ids;        /* [block_tokens] */
     uint32_t *pages;     /* [block_pages], owned by the index */
@@ -44,6 +46,8 @@ struct kv_index_cfg {
     int block_tokens;          /* a multiple of the page's */
     int key_bits;              /* 0 = all; fewer make collisions, for tests */
     struct kv_event_sink sink; /* told of blocks that come and go, as tier 0 (the pool) */
+    /* Blocks are sealed in it as they come and unsealed before they go; NULL = none. Borrowed. */
+    struct kv_ledger *ledger;
 };
 
 /* BT_E_CONFIG: block_tokens does not fit the pool's pages. */
@@ -54,6 +58,23 @@ int kv_index_create(const struct kv_index_cfg *cfg,
 void kv_index_destroy(struct kv_index *index);
 uint32_t kv_index_block_tokens(const struct kv_index *index);
 uint32_t kv_index_block_pages(const struct kv_index *index);
+
+struct kv_adopted {
+    uint32_t n_blocks, n_pages;
+    uint32_t n_bad; /* records that were refused, with those that stood on them */
+};
+/* Takes over the blocks that a predecessor sealed in the ledger: those whose key is that of their
+ * parent and token ids, whose parent is there, and whose pages are theirs alone. What is refused is
+ * unsealed. They are unheld, in the order in which the predecessor would have given them up. Their
+ * bytes are compared with the checksum when they are first found; damaged ones are then removed
+ * with their children, counted (`bad`), and a miss. Once, after create. BT_E_NOMEM: nothing was
+ * taken over. */
+int kv_index_adopt(struct kv_index *index, struct kv_adopted *ret, struct bt_err *err) BT_MUST_USE;
+/* From now on without the ledger, which stays as it is: a successor adopts the blocks. */
+void kv_index_leave_ledger(struct kv_index *index);
+/* Whether an unheld block is what it says; for who moves it elsewhere without having found it. A
+ * damaged one is gone afterwards. */
+bool kv_index_check(struct kv_index *index, struct kv_block *block);
 /* Counted up when a block comes or goes: until then a match stays as it is. */
 uint64_t kv_index_changes(const struct kv_index *index);
 
@@ -110,6 +131,7 @@ struct kv_index_stats {
     uint32_t n_blocks, n_held;
     uint64_t oldest_ns; /* used_ns of the block that would be given up next; 0 = there is none */
     uint64_t published, duplicates, collisions, evictions;
+    uint64_t adopted, bad; /* blocks of a predecessor: taken over, refused or found damaged */
 };
 struct kv_index_stats kv_index_stats(const struct kv_index *index);
 

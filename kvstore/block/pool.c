@@ -23,6 +23,7 @@ struct page {
 struct kv_pool {
     struct kv_layout layout;
     struct bt_mem_region region;
+    struct kv_ledger *ledger; /* NULL = none */
     struct page *pages;
     uint64_t *free_bits;      /* bit set = free; bits behind the last page are clear */
     _Atomic uint32_t version; /* of the counters */
@@ -44,48 +45,77 @@ static bool is_free(const struct kv_pool *pool, uint32_t page)
     return pool->free_bits[page / 64] >> (page % 64) & 1;
 }
 
+int kv_pool_create_in(const struct kv_layout *layout,
+                      const struct bt_mem_region *take_region,
+                      struct kv_pool **ret_pool,
+                      struct bt_err *err)
+{
+    size_t n_words = BT_DIV_UP((size_t)layout->n_pages, 64);
+    struct kv_pool *pool;
+
+    if (layout->n_pages == 0 || layout->n_pages == KV_PAGE_NONE) {
+        return BT_FAIL(err, BT_E_INVALID, "pool of %u pages", layout->n_pages);
+    }
+    if (take_region->bytes < layout->bytes) {
+        return BT_FAIL(err, BT_E_INVALID, "pool of %zu bytes in memory of %zu", layout->bytes,
+                       take_region->bytes);
+    }
+    pool = bt_calloc(1, sizeof(*pool));
+    if (!pool) {
+        return BT_FAIL(err, BT_E_NOMEM, "pool: no memory");
+    }
+    pool->layout = *layout;
+    pool->pages = bt_calloc(layout->n_pages, sizeof(*pool->pages));
+    pool->free_bits = bt_calloc(n_words, sizeof(*pool->free_bits));
+    if (!pool->pages || !pool->free_bits) {
+        free(pool->free_bits);
+        free(pool->pages);
+        free(pool);
+        return BT_FAIL(err, BT_E_NOMEM, "pool: no memory for %u page descriptors", layout->n_pages);
+    }
+    for (uint32_t p = 0; p < layout->n_pages; p++) {
+        pool->free_bits[p / 64] |= 1ull << (p % 64);
+    }
+    pool->n_owned[KV_OWNER_FREE] = layout->n_pages;
+    pool->region = *take_region;
+    *ret_pool = pool;
+    return BT_OK;
+}
+
 int kv_pool_create(const struct kv_layout *layout,
                    const struct bt_mem_ops *ops,
                    const char *name,
                    struct kv_pool **ret_pool,
                    struct bt_err *err)
 {
-    size_t n_words = BT_DIV_UP((size_t)layout->n_pages, 64);
-    struct kv_pool *pool;
+    struct bt_mem_region region;
     int rc;
 
     if (layout->n_pages == 0 || layout->n_pages == KV_PAGE_NONE) {
         return BT_FAIL(err, BT_E_INVALID, "pool %s: %u pages", name, layout->n_pages);
     }
-    pool = bt_calloc(1, sizeof(*pool));
-    if (!pool) {
-        return BT_FAIL(err, BT_E_NOMEM, "pool %s: no memory", name);
-    }
-    pool->layout = *layout;
-    pool->region.fd = -1;
-    pool->pages = bt_calloc(layout->n_pages, sizeof(*pool->pages));
-    pool->free_bits = bt_calloc(n_words, sizeof(*pool->free_bits));
-    if (!pool->pages || !pool->free_bits) {
-        rc = BT_FAIL(err, BT_E_NOMEM, "pool %s: no memory for %u page descriptors", name,
-                     layout->n_pages);
-        goto fail;
-    }
-    rc = ops->alloc(layout->bytes, name, &pool->region, err);
+    rc = ops->alloc(layout->bytes, name, &region, err);
     if (rc < 0) {
-        goto fail;
+        return rc;
     }
-    for (uint32_t p = 0; p < layout->n_pages; p++) {
-        pool->free_bits[p / 64] |= 1ull << (p % 64);
+    rc = kv_pool_create_in(layout, &region, ret_pool, err);
+    if (rc < 0) {
+        ops->free(&region);
     }
-    pool->n_owned[KV_OWNER_FREE] = layout->n_pages;
-    *ret_pool = pool;
-    return BT_OK;
-
-fail:
-    free(pool->free_bits);
-    free(pool->pages);
-    free(pool);
     return rc;
+}
+
+void kv_pool_set_ledger(struct kv_pool *pool, struct kv_ledger *ledger)
+{
+    pool->ledger = ledger;
+    if (!ledger) {
+        return;
+    }
+    BT_BUG_ON(pool->n_owned[KV_OWNER_FREE] != pool->layout.n_pages);
+    for (uint32_t p = 0; p < pool->layout.n_pages; p++) {
+        atomic_store_explicit(&pool->pages[p].generation, kv_ledger_generation(ledger, p),
+                              memory_order_relaxed);
+    }
 }
 
 void kv_pool_destroy(struct kv_pool *pool)
@@ -120,6 +150,11 @@ uint32_t kv_pool_generation(const struct kv_pool *pool, uint32_t page)
 {
     BT_BUG_ON(page >= pool->layout.n_pages);
     return atomic_load_explicit(&pool->pages[page].generation, memory_order_relaxed);
+}
+
+bool kv_pool_is_free(const struct kv_pool *pool, uint32_t page)
+{
+    return is_free(pool, page);
 }
 
 /* First page >= `from` that is free (want) or not free (!want); n_pages if none. */
@@ -167,6 +202,9 @@ static void take_run(struct kv_pool *pool, uint32_t start, uint32_t n, enum kv_o
         pool->free_bits[p / 64] &= ~(1ull << (p % 64));
         d->owner = (uint8_t)owner;
         atomic_store_explicit(&d->generation, generation + 1, memory_order_relaxed);
+        if (pool->ledger) {
+            kv_ledger_page_taken(pool->ledger, p, generation + 1);
+        }
     }
 }
 
@@ -207,8 +245,33 @@ void kv_pool_give(struct kv_pool *pool, const uint32_t *pages, size_t n, enum kv
         BT_BUG_ON(p >= pool->layout.n_pages || pool->pages[p].owner != owner);
         pool->pages[p].owner = KV_OWNER_FREE;
         pool->free_bits[p / 64] |= 1ull << (p % 64);
+        if (pool->ledger) {
+            kv_ledger_page_free(pool->ledger, p);
+        }
     }
     count_moved(pool, n, owner, KV_OWNER_FREE);
+}
+
+bool kv_pool_adopt(struct kv_pool *pool, const uint32_t *pages, size_t n)
+{
+    size_t done = 0;
+
+    while (done < n && pages[done] < pool->layout.n_pages && is_free(pool, pages[done])) {
+        pool->free_bits[pages[done] / 64] &= ~(1ull << (pages[done] % 64));
+        done++;
+    }
+    for (size_t i = 0; i < done; i++) {
+        if (done < n) {
+            pool->free_bits[pages[i] / 64] |= 1ull << (pages[i] % 64);
+        } else {
+            pool->pages[pages[i]].owner = KV_OWNER_INDEX;
+        }
+    }
+    if (done < n) {
+        return false;
+    }
+    count_moved(pool, n, KV_OWNER_FREE, KV_OWNER_INDEX);
+    return true;
 }
 
 void kv_pool_set_owner(

@@ -13,6 +13,7 @@
 
 #include "common/mem/mem.h"
 #include "kvstore/block/layout.h"
+#include "kvstore/block/ledger.h"
 
 #define KV_PAGE_NONE UINT32_MAX
 
@@ -35,6 +36,18 @@ int kv_pool_create(const struct kv_layout *layout,
                    const char *name,
                    struct kv_pool **ret_pool,
                    struct bt_err *err) BT_MUST_USE;
+/* The same over memory that is there already, with whatever it holds. The pool frees the region; a
+ * failure (BT_E_INVALID: it is too small) leaves it with the caller. */
+int kv_pool_create_in(const struct kv_layout *layout,
+                      const struct bt_mem_region *take_region,
+                      struct kv_pool **ret_pool,
+                      struct bt_err *err) BT_MUST_USE;
+/* Pages are written down in the ledger (borrowed) from now on, generations go on behind those that
+ * it has; NULL ends it and leaves the ledger as it is. All pages must be free. */
+void kv_pool_set_ledger(struct kv_pool *pool, struct kv_ledger *ledger);
+/* Free pages of a predecessor become the index's as they are, generation included. False and
+ * nothing done if one of them is out of range, not free or named twice. */
+bool kv_pool_adopt(struct kv_pool *pool, const uint32_t *pages, size_t n) BT_MUST_USE;
 /* NULL is fine. Every page must be free: kv_pool_audit says which are not. */
 void kv_pool_destroy(struct kv_pool *pool);
 
@@ -43,6 +56,7 @@ const struct bt_mem_region *kv_pool_region(const struct kv_pool *pool);
 /* First byte of a page in a layer. */
 void *kv_pool_page(const struct kv_pool *pool, int layer, uint32_t page);
 uint32_t kv_pool_generation(const struct kv_pool *pool, uint32_t page);
+bool kv_pool_is_free(const struct kv_pool *pool, uint32_t page);
 
 /* Takes n pages for `owner`, all or none; neighbours where the pool allows (next to `after` first
  * if it is not KV_PAGE_NONE), so that pieces are long. BT_E_EXHAUSTED if fewer than n are free.
