@@ -16,8 +16,10 @@
  * Launches overlap (programmatic stream serialization, also inside graphs): every launch carries
  * that attribute, every block executes griddepcontrol.wait before it touches memory that another
  * kernel writes, and griddepcontrol.launch_dependents as soon as all its blocks are resident, so
- * that the next kernel may fetch its weights meanwhile. The next kernel wants up to half of a
- * multiprocessor's shared memory for that; leave it where it costs nothing (small batches).
+ * that the next kernel may fetch its weights meanwhile. Plan, lengths, row starts and page tables
+ * are read before that wait: they are written by copies before the first launch of such a chain,
+ * never by a kernel inside it. The next kernel wants up to half of a multiprocessor's shared memory
+ * for that; leave it where it costs nothing (small batches).
  *
  * Splits over the context of a row lie at absolute positions. With `invariant` set their size, and
  * with it the order of every sum, depends on the position alone, never on the other rows of a call.
@@ -68,8 +70,8 @@ struct kn_cuda_attn_args {
     int max_ctx;       /* longest ctx_len, at most */
     void *out;         /* [rows, H, D] */
     size_t out_stride; /* elements; a multiple of 8 */
-    void *workspace;   /* kn_cuda_attn_workspace() bytes, 256-byte aligned, one call at a
-                          time */
+    void *workspace;   /* kn_cuda_attn_workspace() bytes, 256-byte aligned, one call at a time; the
+                          caller zeroes it once, before its first use */
 };
 
 /* Bytes of a plan and of the workspace for calls of at most so many sequences, rows and positions.
@@ -89,22 +91,23 @@ bool kn_cuda_attn_supports(const struct kn_cuda_attn_shape *s, int compute_capab
 int kn_cuda_attn_init(const struct kn_cuda_attn_shape *s);
 
 /* Decode: one row a sequence, row_start[i] = i. Host arrays; sequences beyond n_seqs up to
- * max_seqs are empty. `plan` is host memory of kn_cuda_attn_plan_bytes(). */
-void kn_cuda_attn_plan_decode(const struct kn_cuda_attn_shape *s,
-                              int n_seqs,
-                              const int32_t *ctx_len,
-                              void *plan);
+ * max_seqs are empty. `plan` is host memory of kn_cuda_attn_plan_bytes(), 32-byte aligned as its
+ * copy on the device. Returns the bytes of it that the device needs (the rest was scratch). */
+size_t kn_cuda_attn_plan_decode(const struct kn_cuda_attn_shape *s,
+                                int n_seqs,
+                                const int32_t *ctx_len,
+                                void *plan);
 /* 0 or the cudaError_t of the launch. */
 int kn_cuda_attn_decode(const struct kn_cuda_attn_shape *s,
                         const struct kn_cuda_attn_args *a,
                         struct CUstream_st *stream);
 
 /* Prefill: any number of rows a sequence, also 1; causal. */
-void kn_cuda_attn_plan_prefill(const struct kn_cuda_attn_shape *s,
-                               int n_seqs,
-                               const int32_t *row_start,
-                               const int32_t *ctx_len,
-                               void *plan);
+size_t kn_cuda_attn_plan_prefill(const struct kn_cuda_attn_shape *s,
+                                 int n_seqs,
+                                 const int32_t *row_start,
+                                 const int32_t *ctx_len,
+                                 void *plan);
 int kn_cuda_attn_prefill(const struct kn_cuda_attn_shape *s,
                          const struct kn_cuda_attn_args *a,
                          struct CUstream_st *stream);

@@ -1,0 +1,474 @@
+/* The kernel of units: packed rows in blocks of 16 * MT, a block of four warps, K and V by
+ * cp.async. Decode at the card's read rate (MT = 1).
+ *
+ * Work: items of the plan, a unit of 128 positions at a time. Scores: each warp has 32 positions of
+ * the unit and all rows. Products with V: each warp has a quarter of the columns and all positions,
+ * so that every sum is one chain and no sums meet across warps. K and V of a unit lie in shared
+ * memory once, the next unit's K is fetched as soon as the scores are done, V as soon as the
+ * products are: with several blocks on a multiprocessor enough is always under way.
+ *
+ * Shared memory: rows of K, V, Q and weights with their 16-byte pieces permuted by row, so that
+ * ldmatrix and cp.async meet no bank twice. */
+#ifndef KN_CUDA_ATTN_UNIT_CUH
+#define KN_CUDA_ATTN_UNIT_CUH
+
+#include "kernels/cuda/attn/args.cuh"
+
+namespace attn {
+
+constexpr int UNIT = KN_ATTN_UNIT;
+constexpr int UNIT_THREADS = 128;
+
+template <int D, int MT> struct unit_smem {
+    uint16_t k[UNIT * D];
+    uint16_t v[UNIT * D];
+    uint16_t q[16 * MT * D];
+    uint16_t p[16 * MT * UNIT];
+    float max[4][16 * MT];
+    float sum[4][16 * MT][4];
+    int flag;
+};
+
+/* Byte offset of a 16-byte piece of a row of W bytes. */
+template <int W> __device__ __forceinline__ uint32_t piece(int row, int i)
+{
+    return (uint32_t)(row * W + ((i ^ (row & 7)) << 4));
+}
+
+/* An item while it is worked on. */
+struct cursor {
+    kn_attn_item it;
+    int ctx;  /* positions in the pages */
+    int rows; /* rows of the sequence in this call */
+    int unit;
+    uint32_t page; /* lane i: page of positions 8 i .. of the unit */
+};
+
+template <typename T, int D, int MT> struct unit_block {
+    static constexpr int M = 16 * MT;
+    static constexpr int NT = D / 32; /* n8 tiles of V's columns a warp */
+    static constexpr int W = D * 2;   /* bytes of a row of K */
+
+    const launch &p;
+    unit_smem<D, MT> &sm;
+    const int warp, lane, g, t;
+    int limit[MT][2]; /* last position that a row sees */
+    int n_valid;      /* rows of the block that exist */
+    /* The sum of the current run of units, and of whole groups before it. */
+    float acc[MT][NT][4], all[MT][NT][4];
+    float acc_m[MT][2], acc_l[MT][2], all_m[MT][2], all_l[MT][2];
+
+    __device__ unit_block(const launch &p_, unit_smem<D, MT> &sm_)
+        : p(p_), sm(sm_), warp(threadIdx.x / 32), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4)
+    {
+    }
+
+    __device__ __forceinline__ void load_item(cursor &c, int off, int i)
+    {
+        c.it = plan_item(p.plan, off, i);
+        c.ctx = __ldg(p.ctx_len + c.it.seq);
+        c.rows = __ldg(p.row_start + c.it.seq + 1) - __ldg(p.row_start + c.it.seq);
+        c.unit = c.it.unit0;
+    }
+
+    __device__ __forceinline__ void load_pages(cursor &c)
+    {
+        int pos = c.unit * UNIT + (lane & 15) * 8;
+
+        c.page = pos < c.ctx
+                     ? __ldg(p.pages + (size_t)c.it.seq * p.pages_stride + (pos >> p.page_shift))
+                     : 0;
+    }
+
+    /* Starts the copy of a unit of K (part 0) or V (part 1). */
+    __device__ __forceinline__ void fetch(const cursor &c, int part)
+    {
+        constexpr int PIECES = D / 8, STEP = UNIT_THREADS / PIECES;
+        const int i = threadIdx.x % PIECES, r0 = threadIdx.x / PIECES;
+        const size_t head =
+            ((size_t)(part * p.n_kv_heads + c.it.kv_head) << p.page_shift) * W + i * 16;
+        const uint32_t dst = smem_u32(part ? sm.v : sm.k);
+        const int mask = (1 << p.page_shift) - 1;
+
+#pragma unroll
+        for (int r = r0, n = 0; n < UNIT / STEP; n++, r += STEP) {
+            uint32_t page = __shfl_sync(0xffffffffu, c.page, r >> 3);
+            int pos = c.unit * UNIT + r;
+
+            cp_async16(dst + piece<W>(r, i),
+                       p.kv + page * p.page_stride + head + (size_t)(pos & mask) * W, pos < c.ctx);
+        }
+        cp_commit();
+    }
+
+    /* Rows of q to shared memory, and what each row sees. */
+    __device__ __forceinline__ void start_item(const cursor &c)
+    {
+        const int total = c.rows * p.group;
+        const int first_pos = c.ctx - c.rows;
+        const int row_first = __ldg(p.row_start + c.it.seq);
+
+        n_valid = min(M, total - c.it.row0);
+        for (int e = threadIdx.x; e < M * (D / 8); e += UNIT_THREADS) {
+            int row = e / (D / 8), i = e % (D / 8);
+            uint4 x = make_uint4(0, 0, 0, 0);
+
+            if (row < n_valid) {
+                int packed = c.it.row0 + row;
+
+                x = *(const uint4 *)((const T *)p.q +
+                                     (size_t)(row_first + packed / p.group) * p.q_stride +
+                                     (size_t)(c.it.kv_head * p.group + packed % p.group) * D +
+                                     i * 8);
+            }
+            *(uint4 *)((char *)sm.q + piece<W>(row, i)) = x;
+        }
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int row = min(c.it.row0 + mt * 16 + h * 8 + g, total - 1);
+
+                limit[mt][h] = first_pos + row / p.group;
+                all_m[mt][h] = -INFINITY;
+                all_l[mt][h] = 0;
+            }
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    all[mt][n][e] = 0;
+                }
+            }
+        }
+        clear_run();
+    }
+
+    __device__ __forceinline__ void clear_run()
+    {
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) {
+            acc_m[mt][0] = acc_m[mt][1] = -INFINITY;
+            acc_l[mt][0] = acc_l[mt][1] = 0;
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    acc[mt][n][e] = 0;
+                }
+            }
+        }
+    }
+
+    /* Scores of this warp's 32 positions, masked; their largest to shared memory. */
+    __device__ __forceinline__ void scores(const cursor &c, float s[MT][4][4])
+    {
+        const uint32_t k = smem_u32(sm.k), q = smem_u32(sm.q);
+
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                s[mt][j][0] = s[mt][j][1] = s[mt][j][2] = s[mt][j][3] = 0;
+            }
+        }
+#pragma unroll
+        for (int ks = 0; ks < D / 16; ks++) {
+            uint32_t b[2][4], a[4];
+
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                int row = warp * 32 + j * 16 + (lane & 7) + ((lane >> 4) << 3);
+
+                ldsm4(b[j], k + piece<W>(row, ks * 2 + ((lane >> 3) & 1)));
+            }
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++) {
+                ldsm4(a, q + piece<W>(mt * 16 + (lane & 15), ks * 2 + (lane >> 4)));
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    num<T>::mma(s[mt][j], a, b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+                }
+            }
+        }
+        const int pos0 = c.unit * UNIT + warp * 32 + 2 * t;
+        const bool masked = (c.unit + 1) * UNIT - 1 > c.ctx - c.rows;
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) {
+            float m[2] = {-INFINITY, -INFINITY};
+
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    if (masked && pos0 + j * 8 + (e & 1) > limit[mt][e / 2]) {
+                        s[mt][j][e] = -INFINITY;
+                    }
+                    m[e / 2] = fmaxf(m[e / 2], s[mt][j][e]);
+                }
+            }
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float x = quad_max(m[h]);
+
+                if (t == 0) {
+                    sm.max[warp][mt * 16 + h * 8 + g] = x;
+                }
+            }
+        }
+    }
+
+    /* Weights from scores, rounded to shared memory; partial sums of them too. Returns the largest
+     * scores of the unit in m. */
+    __device__ __forceinline__ void weights(const float s[MT][4][4], float m[MT][2])
+    {
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int row = mt * 16 + h * 8 + g;
+                float x = fmaxf(fmaxf(sm.max[0][row], sm.max[1][row]),
+                                fmaxf(sm.max[2][row], sm.max[3][row]));
+                float offset = offset_of(x, p.c), sum = 0;
+
+                m[mt][h] = x;
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    float w0 = weight_of(s[mt][j][h * 2], p.c, offset);
+                    float w1 = weight_of(s[mt][j][h * 2 + 1], p.c, offset);
+
+                    sum = __fadd_rn(__fadd_rn(sum, w0), w1);
+                    *(uint32_t *)((char *)sm.p + piece<UNIT * 2>(row, warp * 4 + j) + t * 4) =
+                        num<T>::pack(w0, w1);
+                }
+                sm.sum[warp][row][t] = sum;
+            }
+        }
+    }
+
+    /* Weights times V, joined to the run. */
+    __device__ __forceinline__ void products(const float m[MT][2])
+    {
+        const uint32_t v = smem_u32(sm.v), w = smem_u32(sm.p);
+        float o[MT][NT][4] = {};
+
+#pragma unroll
+        for (int kt = 0; kt < UNIT / 16; kt++) {
+            uint32_t a[4], b[NT / 2][4];
+
+#pragma unroll
+            for (int n = 0; n < NT / 2; n++) {
+                int row = kt * 16 + (lane & 15);
+
+                ldsm4_t(b[n], v + piece<W>(row, warp * NT + n * 2 + (lane >> 4)));
+            }
+#pragma unroll
+            for (int mt = 0; mt < MT; mt++) {
+                ldsm4(a, w + piece<UNIT * 2>(mt * 16 + (lane & 15), kt * 2 + (lane >> 4)));
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    num<T>::mma(o[mt][n], a, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+                }
+            }
+        }
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int row = mt * 16 + h * 8 + g;
+                float l = __fadd_rn(__fadd_rn(sm.sum[0][row][t], sm.sum[1][row][t]),
+                                    __fadd_rn(sm.sum[2][row][t], sm.sum[3][row][t]));
+                factors f = merge(acc_m[mt][h], m[mt][h], p.c);
+
+                acc_l[mt][h] = joined(f, acc_l[mt][h], quad_sum(l));
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    acc[mt][n][h * 2] = joined(f, acc[mt][n][h * 2], o[mt][n][h * 2]);
+                    acc[mt][n][h * 2 + 1] = joined(f, acc[mt][n][h * 2 + 1], o[mt][n][h * 2 + 1]);
+                }
+            }
+        }
+    }
+
+    /* The run joins the whole. */
+    __device__ __forceinline__ void end_group()
+    {
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                factors f = merge(all_m[mt][h], acc_m[mt][h], p.c);
+
+                all_l[mt][h] = joined(f, all_l[mt][h], acc_l[mt][h]);
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    all[mt][n][h * 2] = joined(f, all[mt][n][h * 2], acc[mt][n][h * 2]);
+                    all[mt][n][h * 2 + 1] = joined(f, all[mt][n][h * 2 + 1], acc[mt][n][h * 2 + 1]);
+                }
+            }
+        }
+        clear_run();
+    }
+
+    __device__ __forceinline__ void write_record(int slot, int unit)
+    {
+        record<D> r(p, slot);
+
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int row = mt * 16 + h * 8 + g;
+
+                if (row < n_valid) {
+#pragma unroll
+                    for (int n = 0; n < NT; n++) {
+                        *(float2 *)(r.sums(row) + warp * (D / 4) + n * 8 + 2 * t) =
+                            make_float2(acc[mt][n][h * 2], acc[mt][n][h * 2 + 1]);
+                    }
+                    if (warp == 0 && t == 0) {
+                        *r.max_of(row) = acc_m[mt][h];
+                        *r.weight_of(row) = acc_l[mt][h];
+                    }
+                }
+            }
+        }
+        if (threadIdx.x == 0) {
+            *r.unit() = unit;
+        }
+        clear_run();
+    }
+
+    __device__ __forceinline__ void write_rows(const cursor &c)
+    {
+        const int row_first = __ldg(p.row_start + c.it.seq);
+
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int row = mt * 16 + h * 8 + g, packed = c.it.row0 + row;
+                float inv = final_scale(all_l[mt][h]);
+
+                if (row < n_valid) {
+                    T *out = (T *)p.out + (size_t)(row_first + packed / p.group) * p.out_stride +
+                             (size_t)(c.it.kv_head * p.group + packed % p.group) * D +
+                             warp * (D / 4) + 2 * t;
+
+#pragma unroll
+                    for (int n = 0; n < NT; n++) {
+                        *(uint32_t *)(out + n * 8) = num<T>::pack(
+                            finished(all[mt][n][h * 2], inv), finished(all[mt][n][h * 2 + 1], inv));
+                    }
+                }
+            }
+        }
+    }
+
+    /* After a unit: what its end closes. `slot` is the item's next record. */
+    __device__ __forceinline__ void close(const cursor &c, int &slot)
+    {
+        constexpr int G = KN_ATTN_GROUP;
+        const bool end = c.unit + 1 == c.it.unit1;
+        const bool group_end = (c.unit + 1) % G == 0 || end;
+
+        if (c.it.slot < 0) {
+            if (group_end) {
+                end_group();
+            }
+            if (end) {
+                write_rows(c);
+            }
+            return;
+        }
+        const int group = c.unit / G * G;
+        if (group < c.it.unit0) {
+            write_record(slot++, c.unit);
+        } else if (group_end) {
+            write_record(slot++, group);
+        }
+        if (end) {
+            kn_attn_task task = plan_task(p.plan, c.it.task);
+
+            if (is_last(p, c.it, task, &sm.flag)) {
+                combine<T, D>(p, c.it, task, n_valid);
+            }
+        }
+    }
+
+    __device__ void run()
+    {
+        const int32_t *first = plan_first(p.plan);
+        const int off = __ldg(&p.plan->off_items);
+        int i = __ldg(first + blockIdx.x);
+        const int i_end = __ldg(first + blockIdx.x + 1);
+        cursor c, next;
+
+        if (i == i_end) {
+            grid_wait();
+            return;
+        }
+        load_item(c, off, i);
+        load_pages(c);
+        grid_wait();
+        fetch(c, 0);
+        fetch(c, 1);
+        start_item(c);
+        int slot = c.it.slot;
+        for (;;) {
+            float s[MT][4][4], m[MT][2];
+            bool more = true, other = false;
+
+            next = c;
+            if (++next.unit == c.it.unit1) {
+                other = true;
+                more = ++i < i_end;
+                if (more) {
+                    load_item(next, off, i);
+                }
+            }
+            if (more) {
+                load_pages(next);
+            }
+            cp_wait<1>(); /* K is there */
+            __syncthreads();
+            scores(c, s);
+            __syncthreads(); /* K is read, maxima are there */
+            if (more) {
+                fetch(next, 0);
+                weights(s, m);
+                cp_wait<1>(); /* V is there */
+            } else {
+                weights(s, m);
+                cp_wait<0>();
+            }
+            __syncthreads();
+            products(m);
+            close(c, slot);
+            if (!more) {
+                return;
+            }
+            __syncthreads(); /* V and weights are read */
+            fetch(next, 1);
+            c = next;
+            if (other) {
+                start_item(c);
+                slot = c.it.slot;
+            }
+        }
+    }
+};
+
+template <typename T, int D, int MT, int BLOCKS>
+__global__ void __launch_bounds__(UNIT_THREADS, BLOCKS)
+    unit_kernel(const __grid_constant__ launch p)
+{
+    extern __shared__ __align__(128) char shared[];
+
+    grid_launch_dependents();
+    unit_block<T, D, MT>(p, *(unit_smem<D, MT> *)shared).run();
+}
+
+} // namespace attn
+
+#endif
