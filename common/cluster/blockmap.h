@@ -104,8 +104,9 @@ void bt_blockmap_destroy(struct bt_blockmap *bm);
  * nobody is. Any thread. */
 void bt_blockmap_set_members(struct bt_blockmap *bm, struct bt_members *members);
 
-/* This node now holds these blocks, or holds them in another tier or size. Queued, written within
- * milliseconds while Redis answers; the last word on a key counts. Any thread. */
+/* This node now holds these blocks, or holds them in another tier or size. Call it when `held`
+ * lists them: what waits here may be dropped in favour of listing everything. Queued, written
+ * within milliseconds while Redis answers; the last word on a key counts. Any thread. */
 void bt_blockmap_announce(struct bt_blockmap *bm, const struct bt_block_have *have, size_t n);
 /* This node no longer holds these blocks, in any tier. Call it after `held` would no longer list
  * them. Any thread. */

@@ -19,14 +19,11 @@
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/random.h>
 #include <unistd.h>
 
-#define NODES_MAX      4096 /* entries read; the most recently announced ones */
-#define EPOCH_MAX      64
-#define KEY_MAX        192
-#define PAUSE_FIRST_NS (100 * BT_NS_PER_MS)
-#define PAUSE_MAX_NS   (5 * BT_NS_PER_S)
+#define NODES_MAX 4096 /* entries read; the most recently announced ones */
+#define EPOCH_MAX 64
+#define KEY_MAX   REDIS_KEY_MAX
 
 enum link { LINK_NEW, LINK_UP, LINK_DOWN };
 
@@ -47,10 +44,10 @@ struct bt_registry {
 
     struct redis_conn conn;
     enum link link;
-    uint64_t retry_ns, pause_ns; /* next attempt to connect; pause before the one after */
-    uint64_t renew_ns, poll_ns;  /* next announcement, next reading */
-    uint64_t grace_ns;           /* until then nobody is dropped for missing */
-    char epoch[EPOCH_MAX + 1];   /* empty = not known */
+    struct redis_pause pause;   /* between attempts to connect */
+    uint64_t renew_ns, poll_ns; /* next announcement, next reading */
+    uint64_t grace_ns;          /* until then nobody is dropped for missing */
+    char epoch[EPOCH_MAX + 1];  /* empty = not known */
     bool ever_announced, announce_refused;
     bool fenced;
     struct bt_member *known; /* n_known registered members, as last read */
@@ -96,34 +93,10 @@ static const char leave_script[] =
 
 /* --- small helpers --------------------------------------------------------------------------- */
 
-static uint64_t random_u64(void)
-{
-    uint64_t v = 0;
-
-    if (getrandom(&v, sizeof(v), GRND_NONBLOCK) != (ssize_t)sizeof(v)) {
-        v = bt_now_ns() * 0x9e3779b97f4a7c15ull;
-    }
-    return v;
-}
-
-/* Between 3/4 and all of `ns`, so that nodes do not march in step. */
-static uint64_t jitter(uint64_t ns)
-{
-    return ns - random_u64() % (ns / 4 + 1);
-}
-
-/* "baton:{cluster}:<what>[name]" */
 static struct bt_str
 key(const struct bt_registry *reg, const char *what, const char *name, char *buf)
 {
-    int n = snprintf(buf, KEY_MAX, "baton:{%s}:%s%s", reg->cfg.conf->name, what, name);
-
-    return (struct bt_str){buf, (size_t)n};
-}
-
-static void random_text(char ret_text[33])
-{
-    snprintf(ret_text, 33, "%016" PRIx64 "%016" PRIx64, random_u64(), random_u64());
+    return redis_key(reg->cfg.conf, what, name, buf);
 }
 
 static void count(struct bt_registry *reg, uint64_t *counter, uint64_t n)
@@ -169,24 +142,22 @@ static void publish(struct bt_registry *reg)
 
 static void link_up(struct bt_registry *reg)
 {
-    reg->pause_ns = PAUSE_FIRST_NS;
+    redis_pause_reset(&reg->pause);
     if (reg->link == LINK_UP) {
         return;
     }
-    BT_INFO("redis_up", "address=\"%s\"", reg->target.address);
+    BT_INFO("redis_up", "address=\"%s\"", reg->cfg.conf->redis_address);
     reg->link = LINK_UP;
     set_flag(reg, &reg->stats.up, true);
 }
 
 static void link_down(struct bt_registry *reg, int rc, const struct bt_err *err)
 {
-    uint64_t max = BT_MIN(reg->cfg.conf->lease_ns / 3, PAUSE_MAX_NS);
     char msg[256];
 
     redis_close(&reg->conn);
     count(reg, &reg->stats.n_failures, 1);
-    reg->retry_ns = bt_now_ns() + jitter(BT_MIN(reg->pause_ns, max));
-    reg->pause_ns = BT_MIN(reg->pause_ns * 2, max);
+    redis_pause_grow(&reg->pause, reg->cfg.conf->lease_ns);
     if (reg->link != LINK_DOWN) {
         BT_WARN("redis_down", "msg=\"%s; membership is frozen, trying on\" rc=%s",
                 bt_log_quotable(bt_err_msg(err, rc), msg, sizeof(msg)), bt_rc_name(rc));
@@ -234,14 +205,20 @@ static void
 announce_answer(struct bt_registry *reg, const struct bt_member *self, const redisReply *reply)
 {
     bool done = reply->type == REDIS_REPLY_INTEGER && reply->integer == 0;
+    struct bt_err err = {0};
+    int rc = redis_refusal(reply, &err);
 
+    if (rc < 0) { /* nobody else can announce itself either: see frozen */
+        link_down(reg, rc, &err);
+        return;
+    }
     if (reply->type == REDIS_REPLY_INTEGER && reply->integer == 2) {
         become_fenced(reg, self);
         return;
     }
     if (!done && !reg->announce_refused) {
         BT_WARN("announce", "msg=\"not announced: %.*s\" name=%s",
-                reply->type == REDIS_REPLY_ERROR ? (int)BT_MIN(reply->len, (size_t)120) : 50,
+                reply->type == REDIS_REPLY_ERROR ? (int)redis_text(reply).n : 50,
                 reply->type == REDIS_REPLY_ERROR
                     ? reply->str
                     : "the name is still leased to another incarnation",
@@ -276,7 +253,7 @@ static void announce(struct bt_registry *reg)
         BT_ERROR("announce", "msg=\"out of memory\"");
         goto out;
     }
-    random_text(fresh);
+    redis_random_text(fresh);
     snprintf(inc, sizeof(inc), "%016" PRIx64, self.incarnation);
     snprintf(lease, sizeof(lease), "%llu",
              (unsigned long long)(reg->cfg.conf->lease_ns / BT_NS_PER_MS));
@@ -293,7 +270,7 @@ static void announce(struct bt_registry *reg)
     }
 
 out:
-    reg->renew_ns = bt_now_ns() + jitter(reg->cfg.conf->lease_ns / 3);
+    reg->renew_ns = bt_now_ns() + redis_jitter(reg->cfg.conf->lease_ns / 3);
     bt_buf_fini(&text);
 }
 
@@ -318,7 +295,7 @@ static void leave(struct bt_registry *reg)
 /* One reading under way. */
 struct reading {
     struct bt_str *names; /* valid ones; borrowed from the list reply */
-    redisReply **replies; /* one per name, then the epoch */
+    redisReply **replies; /* one per name, then the epoch, then whether it takes writes */
     struct bt_member *found;
     size_t n_names, n_found, n_bad;
     char first_bad[120];
@@ -337,7 +314,7 @@ static int pick_names(struct reading *r, const redisReply *list)
     size_t n = BT_MIN(list->elements, (size_t)NODES_MAX);
 
     r->names = bt_calloc(n + 1, sizeof(*r->names));
-    r->replies = bt_calloc(n + 1, sizeof(*r->replies));
+    r->replies = bt_calloc(n + 2, sizeof(*r->replies));
     r->found = bt_calloc(n + 1, sizeof(*r->found));
     if (!r->names || !r->replies || !r->found) {
         return BT_E_NOMEM;
@@ -355,8 +332,9 @@ static int pick_names(struct reading *r, const redisReply *list)
     return BT_OK;
 }
 
-/* The entries in one exchange. The epoch comes last: if Redis is emptied before or in between, the
- * epoch that is read then tells. */
+/* The entries in one exchange. The epoch comes behind them: if Redis is emptied before or in
+ * between, the epoch that is read then tells. Last, a write that changes nothing: a server that
+ * refuses it (full, a replica) lets no node renew its lease, so what it says of leases is void. */
 static int read_entries(struct bt_registry *reg, struct reading *r, struct bt_err *err)
 {
     char k[KEY_MAX], name[BT_MEMBER_NAME_MAX + 1], max[16];
@@ -375,9 +353,30 @@ static int read_entries(struct bt_registry *reg, struct reading *r, struct bt_er
                         (struct bt_str[]){BT_STR("GETRANGE"), key(reg, "epoch", "", k), BT_STR("0"),
                                           BT_STR(BT_STR2_(EPOCH_MAX))});
     }
+    if (rc == BT_OK) {
+        rc = redis_send(&reg->conn, 4,
+                        (struct bt_str[]){BT_STR("SETRANGE"), key(reg, "epoch", "", k), BT_STR("0"),
+                                          BT_STR("")});
+    }
     return rc < 0
                ? rc
-               : redis_receive(&reg->conn, reg->target.timeout_ns, r->replies, r->n_names + 1, err);
+               : redis_receive(&reg->conn, reg->target.timeout_ns, r->replies, r->n_names + 2, err);
+}
+
+/* Whether an answer of a reading says that leases mean nothing now. A reader may lack the right to
+ * write; that says nothing of others. */
+static int check_replies(const struct reading *r, struct bt_err *err)
+{
+    int rc = BT_OK;
+
+    for (size_t i = 0; rc == BT_OK && i < r->n_names + 1; i++) {
+        rc = redis_refusal(r->replies[i], err);
+    }
+    if (rc == BT_OK) {
+        rc = redis_refusal(r->replies[r->n_names + 1], err);
+        rc = rc == BT_E_DENIED ? BT_OK : rc;
+    }
+    return rc;
 }
 
 static void decode_entries(struct reading *r)
@@ -422,7 +421,7 @@ static void look_at_epoch(struct bt_registry *reg, const redisReply *e)
     if (seen.n > 0) {
         return;
     }
-    random_text(fresh);
+    redis_random_text(fresh);
     reply = exchange(
         reg, 4,
         (struct bt_str[]){BT_STR("SET"), key(reg, "epoch", "", k), bt_str_of(fresh), BT_STR("NX")});
@@ -485,7 +484,7 @@ static void read_members(struct bt_registry *reg)
     redisReply *list;
     int rc;
 
-    reg->poll_ns = bt_now_ns() + jitter(reg->cfg.conf->poll_ns);
+    reg->poll_ns = bt_now_ns() + redis_jitter(reg->cfg.conf->poll_ns);
     list = exchange(reg, 4,
                     (struct bt_str[]){BT_STR("ZREVRANGE"), key(reg, "nodes", "", nodes),
                                       BT_STR("0"), BT_STR("4095")});
@@ -493,12 +492,16 @@ static void read_members(struct bt_registry *reg)
         return;
     }
     if (list->type != REDIS_REPLY_ARRAY) {
-        rc = BT_FAIL(&err, BT_E_UNAVAILABLE, "redis: %.*s",
-                     list->str ? (int)BT_MIN(list->len, (size_t)120) : 14,
-                     list->str ? list->str : "strange answer");
+        struct bt_str text = redis_text(list);
+
+        rc = redis_refusal(list, &err);
+        if (rc == BT_OK) {
+            rc = BT_FAIL(&err, BT_E_UNAVAILABLE, "redis: %.*s", (int)text.n, text.p);
+        }
     } else {
         rc = pick_names(&r, list);
         rc = rc == BT_OK ? read_entries(reg, &r, &err) : rc;
+        rc = rc == BT_OK ? check_replies(&r, &err) : rc;
     }
     if (rc == BT_OK) {
         decode_entries(&r);
@@ -513,7 +516,7 @@ static void read_members(struct bt_registry *reg)
     } else if (rc < 0) {
         link_down(reg, rc, &err);
     }
-    redis_free_replies(r.replies, r.replies ? r.n_names + 1 : 0);
+    redis_free_replies(r.replies, r.replies ? r.n_names + 2 : 0);
     freeReplyObject(list);
     free(r.names);
     free(r.replies);
@@ -543,7 +546,7 @@ static void sleep_until_due(struct bt_registry *reg)
     uint64_t due = BT_NEVER_NS, now = bt_now_ns();
 
     if (reg->cfg.conf->redis_address[0] && !reg->conn.ctx) {
-        due = reg->retry_ns;
+        due = reg->pause.next_ns;
     } else if (reg->conn.ctx) {
         due = reg->has_self && !reg->fenced ? reg->renew_ns : due;
         due = reg->cfg.changed ? BT_MIN(due, reg->poll_ns) : due;
@@ -574,7 +577,8 @@ static void *registry_main(void *arg)
         if (dirty) {
             reg->renew_ns = 0;
         }
-        if (reg->cfg.conf->redis_address[0] && !reg->conn.ctx && bt_now_ns() >= reg->retry_ns) {
+        if (reg->cfg.conf->redis_address[0] && !reg->conn.ctx &&
+            bt_now_ns() >= reg->pause.next_ns) {
             connect_once(reg);
         }
         if (reg->conn.ctx && reg->has_self && !reg->fenced && bt_now_ns() >= reg->renew_ns) {
@@ -649,16 +653,13 @@ int bt_registry_create(const struct bt_registry_cfg *cfg,
         return BT_FAIL(err, BT_E_NOMEM, "registry: out of memory");
     }
     reg->cfg = *cfg;
-    reg->target = (struct redis_target){.address = cfg->conf->redis_address,
-                                        .user = cfg->conf->redis_user,
-                                        .password = cfg->conf->redis_password,
-                                        .timeout_ns = cfg->conf->redis_timeout_ns};
+    reg->target = (struct redis_target){cfg->conf, cfg->conf->redis_timeout_ns};
     reg->has_self = cfg->self != NULL;
     if (cfg->self) {
         reg->self = *cfg->self;
     }
     reg->cfg.self = NULL; /* the caller's; ours is reg->self */
-    reg->pause_ns = PAUSE_FIRST_NS;
+    redis_pause_reset(&reg->pause);
     reg->wake_fd = -1;
     pthread_mutex_init(&reg->lock, NULL);
     rc = read_seeds(reg, err);

@@ -33,7 +33,7 @@ struct bt_cluster_conf {
     uint64_t lease_ns, poll_ns;
     char *redis_address; /* empty = no Redis */
     char *redis_user, *redis_password;
-    uint64_t redis_timeout_ns;
+    uint64_t redis_timeout_ns, lookup_timeout_ns, block_ttl_ns;
 };
 
 #define BT_CLUSTER_CONF_ROWS(S, f)                                                                 \
@@ -51,7 +51,11 @@ struct bt_cluster_conf {
                     "User for Redis; empty for the default user."),                                \
         BT_CONF_SECRET_STR(S, f.redis_password, "redis.password", 512, "Password for Redis."),     \
         BT_CONF_DURATION(S, f.redis_timeout_ns, "redis.timeout", "1s", 50, 30000,                  \
-                         "Longest wait for an answer of Redis.")
+                         "Longest wait for an answer of Redis."),                                  \
+        BT_CONF_DURATION(S, f.lookup_timeout_ns, "redis.lookup_timeout", "50ms", 1, 1000,          \
+                         "Longest wait for the block index; then nothing counts as cached."),      \
+        BT_CONF_DURATION(S, f.block_ttl_ns, "redis.block_ttl", "600s", 2000, 86400000,             \
+                         "Entries of the block index last this long; renewed at a third.")
 
 struct bt_registry; /* whoever created it owns it */
 

@@ -3,106 +3,11 @@
  * its environment). Every wait is for an event with a generous deadline. */
 #include "common/cluster/registry.h"
 
-#include "common/thr/time.h"
+#include "tests/unit/common/cluster/redis_fixture.h"
 
-#include "tests/unit/cmocka.h"
-
-#include <fcntl.h>
-#include <poll.h>
 #include <pthread.h>
-#include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <sys/prctl.h>
-#include <sys/socket.h>
-#include <sys/un.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#define PATIENCE_NS (30 * BT_NS_PER_S)
-#define PASSWORD    "open sesame"
-
-static char dir[] = "/tmp/baton_registry_XXXXXX";
-static char sock[96], address[128];
-static pid_t redis_pid;
-
-/* --- redis-server ---------------------------------------------------------------------------- */
-
-static bool eventually(bool (*fn)(void *arg), void *arg)
-{
-    uint64_t deadline = bt_deadline_ns(PATIENCE_NS);
-
-    while (!fn(arg)) {
-        if (bt_now_ns() > deadline) {
-            return false;
-        }
-        poll(NULL, 0, 5);
-    }
-    return true;
-}
-
-/* Sends one inline command; the first line of the answer. False without a server. */
-static bool ask(const char *command, char *answer, size_t n)
-{
-    struct sockaddr_un sa = {.sun_family = AF_UNIX};
-    struct timeval patience = {10, 0};
-    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    char all[512];
-    ssize_t got = -1;
-    int len;
-
-    snprintf(sa.sun_path, sizeof(sa.sun_path), "%s", sock);
-    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
-    len = snprintf(all, sizeof(all), "%s\r\n", command);
-    if (connect(fd, (struct sockaddr *)&sa, sizeof(sa)) == 0 &&
-        write(fd, all, (size_t)len) == len) {
-        got = recv(fd, answer, n - 1, 0);
-    }
-    close(fd);
-    answer[got > 0 ? got : 0] = '\0';
-    return got > 0;
-}
-
-static bool redis_answers(void *arg)
-{
-    char answer[64];
-
-    return ask("PING", answer, sizeof(answer)) && (answer[0] == '+' || answer[0] == '-');
-}
-
-static void redis_start(const char *password)
-{
-    redis_pid = fork();
-    assert_true(redis_pid >= 0);
-    if (redis_pid == 0) {
-        int null = open("/dev/null", O_RDWR);
-
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        dup2(null, STDOUT_FILENO);
-        execlp("redis-server", "redis-server", "--port", "0", "--unixsocket", sock, "--save", "",
-               "--dir", dir, "--requirepass", password, NULL);
-        _exit(127);
-    }
-    assert_true(eventually(redis_answers, NULL));
-}
-
-static void redis_kill(void)
-{
-    if (redis_pid > 0) {
-        kill(redis_pid, SIGKILL);
-        waitpid(redis_pid, NULL, 0);
-        redis_pid = 0;
-    }
-    unlink(sock);
-}
-
-static void must(const char *command)
-{
-    char answer[64];
-
-    assert_true(ask(command, answer, sizeof(answer)));
-    assert_true(answer[0] == '+' || answer[0] == ':');
-}
+#define PASSWORD "open sesame"
 
 /* --- nodes and readers ----------------------------------------------------------------------- */
 
@@ -734,17 +639,10 @@ int main(void)
     if (spec) {
         return node_process(spec);
     }
-    if (system("command -v redis-server >/dev/null") != 0) {
-        fprintf(stderr, "redis-server is not installed: nothing was tested\n");
+    if (!redis_prepare()) {
         return 77; /* skipped, for meson */
     }
-    if (!mkdtemp(dir)) {
-        return 1;
-    }
-    snprintf(sock, sizeof(sock), "%s/redis.sock", dir);
-    snprintf(address, sizeof(address), "unix:%s", sock);
     rc = cmocka_run_group_tests(tests, NULL, NULL);
-    unlink(sock);
-    rmdir(dir);
+    redis_cleanup();
     return rc;
 }
