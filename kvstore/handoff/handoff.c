@@ -10,6 +10,10 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+/* A ticket's page list; to a relay, also the ids of the prompt. */
+#define MAX_MESSAGE_BYTES       ((size_t)1 << 20)
+#define MAX_RELAY_MESSAGE_BYTES ((size_t)8 << 20)
+
 int kv_handoff_corrupt_next;
 
 /* ---- ids ---- */
@@ -79,6 +83,7 @@ static int enter_locked(struct kv_end *e, struct bt_err *err)
         return BT_FAIL(err, rc, "handoff: out of memory");
     }
     bt_list_push_back(&h->all, &e->all_link);
+    kv_format_use(e->fmt);
     if (e->is_send) {
         h->n_sends++;
     } else {
@@ -132,6 +137,7 @@ static void end_free(struct kv_end *e)
     pthread_mutex_lock(&e->h->lock);
     bt_list_remove(&e->all_link);
     pthread_mutex_unlock(&e->h->lock);
+    kv_format_drop(e->fmt);
     e->destroy(e);
 }
 
@@ -282,15 +288,8 @@ static int wait_reg_state(struct kv_handoff *h, int not_this)
 static void on_start(struct bt_msg *msg, void *consumer)
 {
     struct kv_handoff *h = BT_CONTAINER_OF(msg, struct kv_handoff, start_msg);
-    const struct bt_mem_region *region = kv_pool_region(h->cfg.pool);
-    int rc =
-        bt_net_mem_register(h->net, region->base, region->bytes, &h->mem, &h->key, &h->reg_err);
+    int rc = h->own ? kv_format_register(h, h->own, &h->reg_err) : BT_OK;
 
-    if (rc == BT_OK && h->key.n > WIRE_HANDOFF_MAX_KEY) {
-        bt_net_mem_unregister(h->mem);
-        rc = BT_FAIL(&h->reg_err, BT_E_INTERNAL, "memory key of %zu bytes, at most %d fit",
-                     h->key.n, WIRE_HANDOFF_MAX_KEY);
-    }
     h->ready = rc == BT_OK;
     set_reg_state(h, rc == BT_OK ? 1 : rc);
 }
@@ -321,12 +320,13 @@ static void on_stop(struct bt_msg *msg, void *consumer)
         kv_peer_close(BT_LIST_ENTRY(it, struct kv_peer, link), BT_E_CANCELLED, "stopping");
     }
     free_waiting(h);
-    bt_net_mem_unregister(h->mem);
+    kv_formats_unregister(h);
     set_reg_state(h, 2);
 }
 
 static void free_handoff(struct kv_handoff *h)
 {
+    kv_formats_free(h);
     bt_map_fini(&h->sends);
     bt_map_fini(&h->recvs);
     pthread_mutex_destroy(&h->lock);
@@ -364,17 +364,14 @@ static struct kv_handoff *new_handoff(const struct kv_handoff_cfg *cfg)
     h->cfg.max_open = cfg->max_open ? cfg->max_open : 1024;
     h->cfg.wire_version = cfg->wire_version ? cfg->wire_version : WIRE_HANDOFF_VERSION;
     h->cfg.max_inflight_bytes = cfg->max_inflight_bytes ? cfg->max_inflight_bytes : 16u << 20;
-    h->layout = kv_pool_layout(cfg->pool);
-    h->elem = h->layout->dtype == KV_DTYPE_F32 ? 4 : 2;
+    h->cfg.max_formats = cfg->max_formats ? cfg->max_formats : 4;
     h->forced_method = -1;
     for (int i = 0; cfg->net.method && i < 3; i++) {
         if (strcmp(cfg->net.method, kv_method_name(i)) == 0) {
             h->forced_method = i;
         }
     }
-    /* A peer's page may be longer than ours: up to 256 tokens. */
-    h->cfg.net.max_message_bytes =
-        BT_MAX((size_t)1 << 20, h->layout->page_stride / (size_t)h->layout->page_tokens * 256);
+    h->cfg.net.max_message_bytes = cfg->relay ? MAX_RELAY_MESSAGE_BYTES : MAX_MESSAGE_BYTES;
     pthread_mutex_init(&h->lock, NULL);
     pthread_cond_init(&h->cond, NULL);
     bt_map_init(&h->sends);
@@ -385,6 +382,7 @@ static struct kv_handoff *new_handoff(const struct kv_handoff_cfg *cfg)
     bt_list_init(&h->confirms);
     bt_list_init(&h->ready_list);
     bt_list_init(&h->ended);
+    bt_list_init(&h->formats);
     h->pump_timer = (struct bt_net_timer){.deadline_ns = BT_NEVER_NS, .fn = on_pump};
     h->end_timer = (struct bt_net_timer){.fn = on_ended};
     h->ticket_timer = (struct bt_net_timer){.fn = kv_send_on_ticket_timer};
@@ -394,7 +392,13 @@ static struct kv_handoff *new_handoff(const struct kv_handoff_cfg *cfg)
     h->next_ticket = 1;
     h->node_name = strdup(cfg->node_name);
     h->xxh = XXH3_createState();
-    if (!h->node_name || !h->xxh) {
+    if (cfg->relay) {
+        h->relays = true;
+        h->relay = *cfg->relay;
+    } else {
+        h->own = kv_format_new(h, cfg->pool, cfg->compat);
+    }
+    if (!h->node_name || !h->xxh || (!h->own && !h->relays)) {
         free_handoff(h);
         return NULL;
     }
@@ -459,6 +463,11 @@ const char *kv_handoff_address(const struct kv_handoff *h)
     return bt_net_address(h->net);
 }
 
+struct bt_net *kv_handoff_net(const struct kv_handoff *h)
+{
+    return h->net;
+}
+
 struct kv_handoff_stats kv_handoff_stats(const struct kv_handoff *h)
 {
     struct kv_handoff *w = (struct kv_handoff *)h; /* for the lock */
@@ -470,6 +479,7 @@ struct kv_handoff_stats kv_handoff_stats(const struct kv_handoff *h)
     pthread_mutex_unlock(&w->lock);
     s.aborting = __atomic_load_n(&h->n_aborting, __ATOMIC_RELAXED);
     s.peers = __atomic_load_n(&h->n_peers, __ATOMIC_RELAXED);
+    s.connections = __atomic_load_n(&h->connections, __ATOMIC_RELAXED);
     s.bytes = __atomic_load_n(&h->bytes, __ATOMIC_RELAXED);
     s.checksum_errors = __atomic_load_n(&h->checksum_errors, __ATOMIC_RELAXED);
     s.stale = __atomic_load_n(&h->stale, __ATOMIC_RELAXED);

@@ -23,18 +23,23 @@
 #define KV_HANDOFF_HANDOFF_H
 
 #include "common/net/net.h"
+#include "kvstore/block/key.h"
 #include "kvstore/block/pool.h"
 
 #define KV_HANDOFF_MAX_FIRST 16 /* most first tokens in a commit */
 
 struct kv_handoff; /* one per process */
+struct kv_relay_ops;
 
 struct kv_handoff_cfg {
     struct bt_net_cfg net;
-    struct kv_pool *pool;      /* borrowed, outlives the handoff */
-    const char *node_name;     /* of this node; borrowed */
-    uint64_t incarnation;      /* of this node */
-    uint8_t compat[32];        /* compatibility digest: both sides must be equal */
+    struct kv_pool *pool; /* borrowed, outlives the handoff; NULL = a relay */
+    /* Of a relay (see below), which has a pool for each layout and compat of those who call. */
+    const struct kv_relay_ops *relay; /* copied; NULL = none */
+    uint32_t max_formats;             /* 4: pools at once */
+    const char *node_name;            /* of this node; borrowed */
+    uint64_t incarnation;             /* of this node */
+    uint8_t compat[32];        /* compatibility digest: both sides must be equal; not of a relay */
     uint64_t silence_ns;       /* 3 s: a peer silent for longer is lost */
     uint64_t lease_ns;         /* 30 s: how long a finished prompt waits for a ticket */
     uint32_t max_open;         /* handoffs of either kind at once */
@@ -46,7 +51,8 @@ struct kv_handoff_stats {
     uint32_t sends, recvs; /* open now */
     uint32_t aborting;     /* waiting for proof */
     uint32_t peers;
-    uint64_t bytes; /* received and checked, since start */
+    uint64_t connections; /* greeted, since start */
+    uint64_t bytes;       /* received and checked, since start */
     uint64_t checksum_errors, stale;
 };
 
@@ -61,6 +67,17 @@ struct kv_handoff_stats kv_handoff_stats(const struct kv_handoff *h); /* any thr
 
 struct kv_handoff_id {
     uint64_t hi, lo;
+};
+
+/* A pool and the compatibility digest of its users: one in a node, several in a relay. */
+struct kv_format;
+struct kv_pool *kv_format_pool(const struct kv_format *f);
+
+/* The prefill node that a relay takes a prompt from. */
+struct kv_origin {
+    const char *name; /* NULL = none */
+    uint64_t incarnation;
+    const char *address;
 };
 
 /* A token that P made, with what the sampler said of it; opaque here, moved as bytes. */
@@ -83,7 +100,11 @@ struct kv_send_events {
 
 struct kv_send_cfg {
     struct kv_handoff_id id;
-    uint32_t n_tokens; /* of the prompt */
+    struct kv_format *fmt; /* NULL = the node's own; a relay names one */
+    uint32_t n_tokens;     /* of the prompt */
+    /* The first tokens that are not here: whoever has fewer of them is refused. A multiple of the
+     * page size; 0 but in a relay. */
+    uint32_t n_have;
     struct kv_send_events events;
 };
 
@@ -92,10 +113,12 @@ int kv_send_create(struct kv_handoff *h,
                    const struct kv_send_cfg *cfg,
                    struct kv_send **ret,
                    struct bt_err *err) BT_MUST_USE;
-/* Page table of the prompt from page `first` on (pages are sealed in order and stay put). */
+/* Page table of the prompt from page `first` on (pages are sealed in order and stay put); begins
+ * behind n_have. */
 void kv_send_set_pages(struct kv_send *s, uint32_t first, const uint32_t *pages, uint32_t n);
-/* K and V of tokens [first, first + n) lie in layer `layer`; chunks in order, in each the layers in
- * order. Cheap: one store and, if the net thread slept, one wake. */
+/* K and V of tokens [first, first + n) lie in layer `layer`, and all before them. Tells of each
+ * layer by itself, in the order of its tokens. Cheap: one store and, if the net thread slept, one
+ * wake. */
 void kv_send_progress(struct kv_send *s, uint32_t first, uint32_t n, int layer);
 /* All layers of all tokens are there; `tokens` are the first of the answer. */
 void kv_send_finish(struct kv_send *s, const struct kv_first *tokens);
@@ -117,10 +140,21 @@ struct kv_recv_events {
     /* Exactly once, last: BT_OK = all bytes are in the pages and checked, `tokens` are the first of
      * the answer. Else the reason, and the pages' content is worthless. Then kv_recv_release. */
     void (*done)(void *arg, int rc, const char *msg, const struct kv_first *tokens);
+    /* The first n_tokens of the prompt are in place and checked in this layer. NULL = not wanted.
+     */
+    void (*progress)(void *arg, int layer, uint32_t n_tokens);
 };
 
 struct kv_recv_cfg {
     struct kv_handoff_id id;
+    struct kv_format *fmt; /* NULL = the node's own; a relay names one */
+    /* The peer is a relay and takes the prompt from there; borrowed for the call. */
+    struct kv_origin origin;
+    /* With an origin: what lets the relay keep the full blocks. n_tokens ids, copied; NULL = it
+     * keeps nothing. */
+    const int32_t *ids;
+    uint32_t block_tokens;
+    struct kv_key root;
     const char *peer_name;
     uint64_t peer_incarnation;
     const char *peer_address;
@@ -142,5 +176,40 @@ int kv_recv_create(struct kv_handoff *h,
 void kv_recv_abort(struct kv_recv *r, int rc);
 /* As kv_send_release. */
 void kv_recv_release(struct kv_recv *r);
+
+/* ---- a relay: takes prompts from where decode nodes say, and hands them on ---- */
+
+/* A ticket that names an origin, for an id that no kv_send is open for. Borrowed for the call. */
+struct kv_relay_ask {
+    struct kv_format *fmt; /* of who asks; all of its page sizes are equal */
+    struct kv_handoff_id id;
+    uint32_t n_tokens, n_have;
+    struct kv_origin origin;
+    const char *asker;  /* name of the node that asks */
+    const int32_t *ids; /* n_tokens, NULL = not told */
+    uint32_t block_tokens;
+    struct kv_key root;
+};
+
+/* All but close run on the net's thread. */
+struct kv_relay_ops {
+    void *arg;
+    /* Nodes with this layout (n_pages is theirs) have called: makes a pool for them. */
+    int (*open)(void *arg,
+                const struct kv_layout *layout,
+                struct kv_pool **ret_pool,
+                struct bt_err *err);
+    /* Nobody uses the pool any more; also from kv_handoff_destroy, on its caller's thread. */
+    void (*close)(void *arg, struct kv_pool *pool);
+    /* BT_OK: a kv_send for the id follows, now or soon. Else the ticket is refused with it. May be
+     * called again for an id while none has followed (another decode node asks). */
+    int (*asked)(void *arg, const struct kv_relay_ask *ask, struct bt_err *err);
+    /* The last one that asked for the id has withdrawn or is lost, and no kv_send was made. */
+    void (*gone)(void *arg, struct kv_handoff_id id);
+};
+/* [net] Tells those who asked for the id that no kv_send will follow. */
+void kv_handoff_refuse(struct kv_handoff *h, struct kv_handoff_id id, int rc, const char *msg);
+/* For timers and messages on the net's thread; borrowed. */
+struct bt_net *kv_handoff_net(const struct kv_handoff *h);
 
 #endif

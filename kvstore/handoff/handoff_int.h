@@ -33,9 +33,21 @@ struct kv_work {
     bool (*run)(struct kv_work *w, size_t *budget);
 };
 
+struct kv_format {
+    struct bt_list link; /* kv_handoff.formats */
+    struct kv_pool *pool;
+    const struct kv_layout *layout;
+    size_t elem; /* bytes of one element */
+    uint8_t compat[32];
+    struct bt_net_mem *mem;
+    struct bt_str key;
+    uint32_t n_users; /* atomic: peers, ends, confirmations */
+};
+
 /* What kv_send and kv_recv have in common: identity, the shared part, and life. */
 struct kv_end {
     struct kv_handoff *h;
+    struct kv_format *fmt;
     struct kv_handoff_id id;
     struct bt_list all_link; /* [h->lock] kv_handoff.all: every object not yet freed */
     struct kv_end *id_next;  /* [h->lock] same key in the id map */
@@ -59,6 +71,7 @@ struct kv_end {
 struct kv_peer {
     struct bt_list link; /* kv_handoff.peers */
     struct kv_handoff *h;
+    struct kv_format *fmt; /* NULL in a relay until they have greeted */
     struct bt_net_peer *net;
     char *dialed; /* the address we called, NULL if they called */
     bool greeted; /* their HELLO is in and right */
@@ -84,12 +97,12 @@ struct kv_peer {
 struct kv_send {
     struct kv_end end;
     uint32_t n_tokens, n_pages;
+    uint32_t have_page; /* pages before it are not here */
     struct kv_send_events events;
     /* [end.lock], written by the caller's thread */
     uint32_t *pages, *generations; /* [n_pages]; the first n_known count and never change */
     uint32_t n_known;
-    uint32_t done_first, done_end; /* layers above done_layer have done_first tokens, the others */
-    int done_layer;                /* done_end */
+    uint32_t *done; /* [n_layers] tokens that are there */
     bool finished;
     bool ticketed;
     struct kv_first first;
@@ -101,6 +114,7 @@ struct kv_send {
     enum bt_net_method method;
     uint32_t first_page; /* D has what lies before it */
     uint32_t *sent;      /* [n_layers] pages announced, or before first_page */
+    uint32_t *sealed;    /* [n_layers] scratch of the mover */
     uint32_t n_ops;      /* operations that read our pages */
     int why_rc;          /* ABORTING: what done will say */
     char why[232];
@@ -137,6 +151,12 @@ struct kv_recv {
     uint32_t *pages, *generations; /* [n_pages], by page of the prompt; from first_page on */
     char *peer_name, *peer_address;
     uint64_t peer_incarnation;
+    /* Of a relayed prompt, else NULL and 0. */
+    char *origin_name, *origin_address;
+    uint64_t origin_incarnation;
+    int32_t *ids; /* [n_tokens] or NULL */
+    uint32_t block_tokens;
+    struct kv_key root;
     /* xfer */
     enum kv_recv_state state;
     struct kv_peer *peer;
@@ -147,6 +167,8 @@ struct kv_recv {
     uint32_t p_pages;      /* the prompt in P's pages */
     uint32_t p_first;      /* of P's that is sent */
     uint32_t *got;         /* [n_layers] P's pages announced, or before p_first */
+    uint32_t *placed;      /* [n_layers] P's pages in place, or before p_first, without a gap */
+    struct bt_list late;   /* in place, but a page before is not */
     uint64_t n_placed;     /* over all layers, P's pages in place and checked */
     struct bt_list pieces; /* announced, not started */
     struct bt_list again;  /* asked for again */
@@ -168,6 +190,7 @@ struct kv_ticket {
     struct kv_peer *peer;
     struct kv_handoff_id id;
     uint32_t ticket, n_tokens, n_pages, n_have;
+    bool relayed; /* names an origin */
     uint64_t deadline_ns;
     enum bt_net_method method;
     uint32_t *d_pages;
@@ -188,16 +211,19 @@ struct kv_confirm {
     uint32_t ticket;
     uint64_t peer_incarnation;
     uint64_t deadline_ns;
+    struct kv_format *fmt;
     char *peer_address;
 };
 
 struct kv_handoff {
     struct kv_handoff_cfg cfg;
+    struct kv_relay_ops relay;
+    bool relays;
     char *node_name;
     struct bt_net *net;
-    const struct kv_layout *layout;
-    size_t elem;       /* bytes of one element */
-    int forced_method; /* enum bt_net_method, -1 = none */
+    struct bt_list formats;
+    struct kv_format *own; /* NULL in a relay */
+    int forced_method;     /* enum bt_net_method, -1 = none */
 
     pthread_mutex_t lock;
     pthread_cond_t cond;        /* registered, unregistered */
@@ -209,11 +235,9 @@ struct kv_handoff {
 
     /* relaxed atomics, written by xfer */
     uint32_t n_aborting, n_peers;
-    uint64_t bytes, checksum_errors, stale;
+    uint64_t bytes, checksum_errors, stale, connections;
 
     XXH3_state_t *xxh; /* for checksums in several steps */
-    struct bt_net_mem *mem;
-    struct bt_str key;
     bool ready, stopping;
     struct bt_list peers, tickets, confirms, ready_list, ended;
     struct kv_tomb tombs[KV_TOMBS]; /* a ring */
@@ -244,7 +268,8 @@ int kv_peer_rc(int32_t rc);
 
 /* peer.c */
 extern const struct bt_net_handlers kv_peer_handlers;
-struct kv_peer *kv_peer_dial(struct kv_handoff *h, const char *address, struct bt_err *err);
+struct kv_peer *
+kv_peer_dial(struct kv_handoff *h, struct kv_format *fmt, const char *address, struct bt_err *err);
 /* Packs the head in the version that the peer speaks. */
 size_t kv_peer_pack(const struct kv_peer *p, struct wire_handoff *m, char *buf);
 /* Packs and sends; the peer is closed if that fails. False then. */
@@ -282,8 +307,27 @@ void kv_recv_place_part(struct kv_piece *piece, struct bt_str data);
 /* PUT: the bytes are in our pages. */
 void kv_recv_placed(struct kv_piece *piece);
 void kv_recv_piece_free(struct kv_piece *piece);
+/* The piece is in place and checked, or was here before. */
+void kv_recv_piece_placed(struct kv_piece *piece);
 void kv_recv_confirm_peer_ready(struct kv_peer *p);
 void kv_recv_on_confirm_timer(struct bt_net_timer *t);
 void kv_confirm_free(struct kv_confirm *c);
+
+/* format.c: pools and their users */
+/* The instance's own; its memory is registered by kv_format_register. NULL without memory. */
+struct kv_format *
+kv_format_new(struct kv_handoff *h, struct kv_pool *pool, const uint8_t compat[32]);
+int kv_format_register(struct kv_handoff *h, struct kv_format *f, struct bt_err *err) BT_MUST_USE;
+/* Relay: the one of this layout (page size and all that must be equal) and digest, opened if need
+ * be. */
+int kv_format_find(struct kv_handoff *h,
+                   const struct kv_layout *layout,
+                   const uint8_t compat[32],
+                   struct kv_format **ret,
+                   struct bt_err *err) BT_MUST_USE;
+struct kv_format *kv_format_use(struct kv_format *f);
+void kv_format_drop(struct kv_format *f); /* NULL is fine; any thread */
+void kv_formats_unregister(struct kv_handoff *h);
+void kv_formats_free(struct kv_handoff *h);
 
 #endif

@@ -60,25 +60,26 @@ bool kv_peer_send(struct kv_peer *p, struct wire_handoff *m, struct bt_str data)
 
 static void say_hello(struct kv_peer *p)
 {
-    struct kv_handoff *h = p->h;
+    const struct kv_handoff *h = p->h;
+    const struct kv_layout *l = p->fmt->layout;
     struct wire_handoff m = {
         .type = WIRE_HANDOFF_HELLO,
         .version_min = WIRE_HANDOFF_VERSION_MIN,
         .version_max = (uint16_t)h->cfg.wire_version,
-        .page_tokens = (uint32_t)h->layout->page_tokens,
-        .n_layers = (uint32_t)h->layout->n_layers,
-        .n_kv_heads = (uint32_t)h->layout->n_kv_heads,
-        .head_dim = (uint32_t)h->layout->head_dim,
-        .dtype = (uint32_t)h->layout->dtype,
-        .pool_pages = h->layout->n_pages,
+        .page_tokens = (uint32_t)l->page_tokens,
+        .n_layers = (uint32_t)l->n_layers,
+        .n_kv_heads = (uint32_t)l->n_kv_heads,
+        .head_dim = (uint32_t)l->head_dim,
+        .dtype = (uint32_t)l->dtype,
+        .pool_pages = l->n_pages,
         .method = h->forced_method < 0 ? WIRE_HANDOFF_NO_METHOD : (uint8_t)h->forced_method,
         .incarnation = h->cfg.incarnation,
-        .base = (uint64_t)(uintptr_t)kv_pool_region(h->cfg.pool)->base,
+        .base = (uint64_t)(uintptr_t)kv_pool_region(p->fmt->pool)->base,
         .name = bt_str_of(h->node_name),
-        .key = h->key,
+        .key = p->fmt->key,
     };
 
-    memcpy(m.compat, h->cfg.compat, sizeof(m.compat));
+    memcpy(m.compat, p->fmt->compat, sizeof(m.compat));
     kv_peer_send(p, &m, (struct bt_str){0});
 }
 
@@ -104,34 +105,42 @@ static void hex8(const uint8_t *p, char ret[17])
     }
 }
 
-/* Everything that must be equal for bytes to be exchanged; names the first difference. */
-static int check_compat(struct kv_peer *p, const struct wire_handoff *m, struct bt_err *err)
+static int check_version(const struct kv_peer *p, const struct wire_handoff *m, struct bt_err *err)
 {
     const struct kv_handoff *h = p->h;
-    const struct {
-        const char *what;
-        uint32_t ours, theirs;
-    } same[] = {
-        {"layers", (uint32_t)h->layout->n_layers, m->n_layers},
-        {"KV heads", (uint32_t)h->layout->n_kv_heads, m->n_kv_heads},
-        {"head dimension", (uint32_t)h->layout->head_dim, m->head_dim},
-        {"KV dtype", (uint32_t)h->layout->dtype, m->dtype},
-    };
-    char ours[17], theirs[17];
 
     if (m->version_min > h->cfg.wire_version || m->version_max < WIRE_HANDOFF_VERSION_MIN) {
         return BT_FAIL(err, BT_E_INCOMPATIBLE, "wire version: %s speaks %d to %u, %s %u to %u",
                        h->node_name, WIRE_HANDOFF_VERSION_MIN, h->cfg.wire_version, p->name,
                        m->version_min, m->version_max);
     }
+    return BT_OK;
+}
+
+/* Everything that must be equal for bytes to be exchanged; names the first difference. */
+static int check_compat(struct kv_peer *p, const struct wire_handoff *m, struct bt_err *err)
+{
+    const struct kv_handoff *h = p->h;
+    const struct kv_layout *l = p->fmt->layout;
+    const struct {
+        const char *what;
+        uint32_t ours, theirs;
+    } same[] = {
+        {"layers", (uint32_t)l->n_layers, m->n_layers},
+        {"KV heads", (uint32_t)l->n_kv_heads, m->n_kv_heads},
+        {"head dimension", (uint32_t)l->head_dim, m->head_dim},
+        {"KV dtype", (uint32_t)l->dtype, m->dtype},
+    };
+    char ours[17], theirs[17];
+
     for (size_t i = 0; i < BT_ARRAY_LEN(same); i++) {
         if (same[i].ours != same[i].theirs) {
             return BT_FAIL(err, BT_E_INCOMPATIBLE, "%s: %s has %u, %s has %u", same[i].what,
                            h->node_name, same[i].ours, p->name, same[i].theirs);
         }
     }
-    if (memcmp(h->cfg.compat, m->compat, sizeof(m->compat)) != 0) {
-        hex8(h->cfg.compat, ours);
+    if (memcmp(p->fmt->compat, m->compat, sizeof(m->compat)) != 0) {
+        hex8(p->fmt->compat, ours);
         hex8(m->compat, theirs);
         return BT_FAIL(err, BT_E_INCOMPATIBLE,
                        "compatibility digest (model, KV format, numerics): %s has %s, %s has %s",
@@ -167,6 +176,19 @@ static int check_incarnation(struct kv_peer *p, struct bt_err *err)
     return BT_OK;
 }
 
+/* A relay that was called becomes what its caller is. */
+static int answer_hello(struct kv_peer *p, const struct wire_handoff *m, struct bt_err *err)
+{
+    struct kv_format *f;
+    int rc = kv_format_find(p->h, &p->layout, m->compat, &f, err);
+
+    if (rc == BT_OK) {
+        p->fmt = kv_format_use(f);
+        say_hello(p);
+    }
+    return rc;
+}
+
 static void on_hello(struct kv_peer *p, const struct wire_handoff *m)
 {
     struct bt_err err = {0};
@@ -184,16 +206,25 @@ static void on_hello(struct kv_peer *p, const struct wire_handoff *m)
     p->name[m->name.n] = '\0';
     p->incarnation = m->incarnation;
     p->version = (uint8_t)BT_MIN(p->h->cfg.wire_version, m->version_max);
-    p->layout = *p->h->layout;
-    p->layout.page_tokens = (int)m->page_tokens;
-    p->layout.n_pages = m->pool_pages;
+    p->layout = (struct kv_layout){.n_layers = (int)m->n_layers,
+                                   .n_kv_heads = (int)m->n_kv_heads,
+                                   .head_dim = (int)m->head_dim,
+                                   .page_tokens = (int)m->page_tokens,
+                                   .dtype = (enum kv_dtype)m->dtype,
+                                   .n_pages = m->pool_pages};
     p->base = m->base;
     p->their_method = m->method;
     p->key_bytes = m->key.n;
     memcpy(p->key, m->key.p, m->key.n);
-    rc = check_compat(p, m, &err);
+    rc = check_version(p, m, &err);
+    if (rc == BT_OK && p->fmt) {
+        rc = check_compat(p, m, &err);
+    }
     if (rc == BT_OK) {
         rc = kv_layout_init(&p->layout, &err);
+    }
+    if (rc == BT_OK && !p->fmt) {
+        rc = answer_hello(p, m, &err);
     }
     if (rc == BT_OK && p->base > UINT64_MAX - p->layout.bytes) {
         rc = BT_FAIL(&err, BT_E_PEER_PROTOCOL, "address of the pool is out of range");
@@ -206,6 +237,7 @@ static void on_hello(struct kv_peer *p, const struct wire_handoff *m)
         return;
     }
     p->greeted = true;
+    kv_add(&p->h->connections, 1);
     BT_DEBUG("handoff_peer", "peer=%s incarnation=%llu address=%s transport=%s", p->name,
              (unsigned long long)p->incarnation, bt_net_peer_address(p->net),
              bt_net_peer_transport(p->net));
@@ -281,7 +313,7 @@ void kv_peer_watch(struct kv_peer *p)
 
 /* ---- events of the net ---- */
 
-static struct kv_peer *new_peer(struct kv_handoff *h)
+static struct kv_peer *new_peer(struct kv_handoff *h, struct kv_format *fmt)
 {
     struct kv_peer *p = bt_calloc(1, sizeof(*p));
 
@@ -289,6 +321,7 @@ static struct kv_peer *new_peer(struct kv_handoff *h)
         return NULL;
     }
     p->h = h;
+    p->fmt = fmt ? kv_format_use(fmt) : NULL;
     snprintf(p->name, sizeof(p->name), "?");
     p->tick = (struct bt_net_timer){.deadline_ns = BT_NEVER_NS, .fn = on_tick};
     bt_list_init(&p->sends);
@@ -303,13 +336,15 @@ static void start_peer(struct kv_peer *p, struct bt_net_peer *net)
     bt_list_push_back(&p->h->peers, &p->link);
     __atomic_add_fetch(&p->h->n_peers, 1, __ATOMIC_RELAXED);
     kv_peer_watch(p);
-    say_hello(p);
+    if (p->fmt) {
+        say_hello(p);
+    }
 }
 
 static void on_accepted(void *arg, struct bt_net_peer *net)
 {
     struct kv_handoff *h = arg;
-    struct kv_peer *p = h->ready ? new_peer(h) : NULL;
+    struct kv_peer *p = h->ready ? new_peer(h, h->own) : NULL;
 
     if (!p) {
         bt_net_peer_close(net, true);
@@ -318,14 +353,22 @@ static void on_accepted(void *arg, struct bt_net_peer *net)
     start_peer(p, net);
 }
 
-struct kv_peer *kv_peer_dial(struct kv_handoff *h, const char *address, struct bt_err *err)
+static void free_peer(struct kv_peer *p)
+{
+    kv_format_drop(p->fmt);
+    free(p->dialed);
+    free(p);
+}
+
+struct kv_peer *
+kv_peer_dial(struct kv_handoff *h, struct kv_format *fmt, const char *address, struct bt_err *err)
 {
     struct bt_net_peer *net;
     struct kv_peer *p;
 
     bt_list_for_each (it, &h->peers) {
         p = BT_LIST_ENTRY(it, struct kv_peer, link);
-        if (p->dialed && !p->closing && strcmp(p->dialed, address) == 0) {
+        if (p->dialed && !p->closing && p->fmt == fmt && strcmp(p->dialed, address) == 0) {
             return p;
         }
     }
@@ -333,15 +376,16 @@ struct kv_peer *kv_peer_dial(struct kv_handoff *h, const char *address, struct b
         BT_FAIL(err, BT_E_CANCELLED, "stopping");
         return NULL;
     }
-    p = new_peer(h);
+    p = new_peer(h, fmt);
     if (!p || !(p->dialed = strdup(address))) {
-        free(p);
+        if (p) {
+            free_peer(p);
+        }
         BT_FAIL(err, BT_E_NOMEM, "peer: out of memory");
         return NULL;
     }
     if (bt_net_connect(h->net, address, &net, err) != BT_OK) {
-        free(p->dialed);
-        free(p);
+        free_peer(p);
         return NULL;
     }
     start_peer(p, net);
@@ -377,8 +421,7 @@ static void on_closed(void *arg, struct bt_net_peer *net, int rc)
     }
     bt_net_rkey_destroy(p->rkey);
     __atomic_sub_fetch(&p->h->n_peers, 1, __ATOMIC_RELAXED);
-    free(p->dialed);
-    free(p);
+    free_peer(p);
 }
 
 /* The decode node calls, the prefill node is called: always. */

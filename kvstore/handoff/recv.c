@@ -69,6 +69,7 @@ static void finish(struct kv_recv *r, int rc, const char *msg)
     kv_work_drop(&r->work);
     drop_pieces(&r->pieces);
     drop_pieces(&r->again);
+    drop_pieces(&r->late);
     drop_part(r);
     unbind(r);
     bt_net_mem_unregister(r->mem);
@@ -93,6 +94,7 @@ static void deliver(struct kv_end *e)
 
 void kv_confirm_free(struct kv_confirm *c)
 {
+    kv_format_drop(c->fmt);
     free(c->peer_address);
     free(c);
 }
@@ -119,6 +121,7 @@ static void remember_ack(struct kv_recv *r)
         free(c);
         return;
     }
+    c->fmt = kv_format_use(r->end.fmt);
     c->id = r->end.id;
     c->ticket = r->ticket;
     c->peer_incarnation = r->peer_incarnation;
@@ -156,7 +159,8 @@ void kv_recv_on_confirm_timer(struct bt_net_timer *t)
 
     bt_list_for_each_safe (it, &h->confirms) {
         struct kv_confirm *c = BT_LIST_ENTRY(it, struct kv_confirm, link);
-        struct kv_peer *p = c->deadline_ns > now ? kv_peer_dial(h, c->peer_address, NULL) : NULL;
+        struct kv_peer *p =
+            c->deadline_ns > now ? kv_peer_dial(h, c->fmt, c->peer_address, NULL) : NULL;
 
         if (!p || (p->greeted && p->incarnation != c->peer_incarnation)) {
             drop_confirm(c);
@@ -187,7 +191,7 @@ void kv_recv_confirm_peer_ready(struct kv_peer *p)
 
 void kv_recv_check_end(struct kv_recv *r)
 {
-    uint64_t want = (uint64_t)(r->p_pages - r->p_first) * (uint64_t)r->end.h->layout->n_layers;
+    uint64_t want = (uint64_t)(r->p_pages - r->p_first) * (uint64_t)r->end.fmt->layout->n_layers;
 
     if (r->n_ops > 0) {
         return;
@@ -257,12 +261,12 @@ static void on_timer(struct bt_net_timer *t)
 static void bind_peer(struct kv_recv *r)
 {
     struct bt_err err = {0};
-    struct kv_peer *p = kv_peer_dial(r->end.h, r->peer_address, &err);
+    struct kv_peer *p = kv_peer_dial(r->end.h, r->end.fmt, r->peer_address, &err);
 
     /* An open connection to an earlier life of the node is of no use any more. */
     if (p && p->greeted && p->incarnation < r->peer_incarnation) {
         kv_peer_close(p, BT_E_PEER_LOST, "a newer incarnation of the node has appeared");
-        p = kv_peer_dial(r->end.h, r->peer_address, &err);
+        p = kv_peer_dial(r->end.h, r->end.fmt, r->peer_address, &err);
     }
     if (!p) {
         give_up(r, err.rc < 0 ? (int)err.rc : BT_E_UNAVAILABLE, err.msg, false);
@@ -285,7 +289,7 @@ static enum bt_net_method choose_method(const struct kv_recv *r)
         m = (enum bt_net_method)p->their_method;
     }
     /* A put writes pages as they are, and an old peer all of them. */
-    if (m == BT_NET_METHOD_PUT && (p->layout.page_tokens != r->end.h->layout->page_tokens ||
+    if (m == BT_NET_METHOD_PUT && (p->layout.page_tokens != r->end.fmt->layout->page_tokens ||
                                    (r->n_have > 0 && p->version < 2))) {
         m = BT_NET_METHOD_MESSAGE;
     }
@@ -295,7 +299,7 @@ static enum bt_net_method choose_method(const struct kv_recv *r)
 /* PUT: our pages and their generations, and a key that dies with the ticket. */
 static int put_ticket(struct kv_recv *r, struct wire_handoff *m, struct bt_buf *data)
 {
-    const struct bt_mem_region *region = kv_pool_region(r->end.h->cfg.pool);
+    const struct bt_mem_region *region = kv_pool_region(r->end.fmt->pool);
     int rc =
         bt_net_mem_register(r->end.h->net, region->base, region->bytes, &r->mem, &m->key, NULL);
 
@@ -307,6 +311,28 @@ static int put_ticket(struct kv_recv *r, struct wire_handoff *m, struct bt_buf *
         for (int k = 0; k < 8; k++) {
             b[k] = (uint8_t)(v[k / 4] >> (8 * (k % 4)));
         }
+        rc = bt_buf_add(data, b, sizeof(b));
+    }
+    return rc;
+}
+
+/* Where the relay finds the prompt, and the ids if it may keep it. */
+static int origin_ticket(struct kv_recv *r, struct wire_handoff *m, struct bt_buf *data)
+{
+    int rc = BT_OK;
+
+    m->origin_name = bt_str_of(r->origin_name);
+    m->origin_address = bt_str_of(r->origin_address);
+    m->origin_incarnation = r->origin_incarnation;
+    if (!r->ids) {
+        return BT_OK;
+    }
+    m->block_tokens = r->block_tokens;
+    memcpy(m->root, r->root.b, sizeof(m->root));
+    for (uint32_t i = 0; rc == BT_OK && i < r->n_tokens; i++) {
+        uint32_t v = (uint32_t)r->ids[i];
+        uint8_t b[4] = {(uint8_t)v, (uint8_t)(v >> 8), (uint8_t)(v >> 16), (uint8_t)(v >> 24)};
+
         rc = bt_buf_add(data, b, sizeof(b));
     }
     return rc;
@@ -331,6 +357,9 @@ static bool send_ticket(struct kv_recv *r)
     m.method = (uint8_t)r->method;
     if (r->method == BT_NET_METHOD_PUT) {
         rc = put_ticket(r, &m, &data);
+    }
+    if (rc == BT_OK && r->origin_name) {
+        rc = origin_ticket(r, &m, &data);
     }
     if (rc == BT_OK && !r->peer->closing) {
         n = kv_peer_pack(r->peer, &m, head);
@@ -363,6 +392,11 @@ void kv_recv_peer_ready(struct kv_recv *r)
         give_up(r, BT_E_PEER_STALE, err.msg, false);
         return;
     }
+    if (r->origin_name && p->version < 2) {
+        give_up(r, BT_E_INCOMPATIBLE, "the relay speaks wire version 1, which knows no origin",
+                false);
+        return;
+    }
     if (!p->rkey && p->key_bytes) {
         int rc = bt_net_rkey_unpack(p->net, (struct bt_str){p->key, p->key_bytes}, &p->rkey, &err);
 
@@ -374,8 +408,8 @@ void kv_recv_peer_ready(struct kv_recv *r)
     r->method = choose_method(r);
     r->p_pages = kv_layout_pages_for(&p->layout, r->n_tokens);
     r->p_first = p->version < 2 ? 0 : r->n_have / (uint32_t)p->layout.page_tokens;
-    for (int l = 0; l < h->layout->n_layers; l++) {
-        r->got[l] = r->p_first;
+    for (int l = 0; l < r->end.fmt->layout->n_layers; l++) {
+        r->got[l] = r->placed[l] = r->p_first;
     }
     r->ticket = h->next_ticket++;
     if (h->next_ticket == 0) {
@@ -413,7 +447,6 @@ void kv_recv_peer_lost(struct kv_recv *r, int rc, const char *msg)
 /* Layer, order and range against what was announced before. False: the peer is closed. */
 static bool check_pieces(struct kv_recv *r, const struct wire_handoff *m)
 {
-    const struct kv_handoff *h = r->end.h;
     uint64_t n = 0;
 
     for (uint32_t i = 0; i < m->n_pieces; i++) {
@@ -426,7 +459,7 @@ static bool check_pieces(struct kv_recv *r, const struct wire_handoff *m)
             return false;
         }
     }
-    if (m->layer >= (uint32_t)h->layout->n_layers) {
+    if (m->layer >= (uint32_t)r->end.fmt->layout->n_layers) {
         kv_peer_violation(r->peer, "layer outside the model", m);
         return false;
     }
@@ -497,8 +530,7 @@ static void on_announce(struct kv_recv *r, const struct wire_handoff *m)
         first += piece->at.n_pages;
         if (first * (uint32_t)r->peer->layout.page_tokens <= r->n_have) {
             /* Of a peer that cannot leave out what is here. */
-            r->n_placed += piece->at.n_pages;
-            kv_recv_piece_free(piece);
+            kv_recv_piece_placed(piece);
         } else {
             bt_list_push_back(&r->pieces, &piece->link);
         }
@@ -567,7 +599,7 @@ static void on_commit(struct kv_recv *r, const struct wire_handoff *m)
         kv_peer_violation(r->peer, "COMMIT of another prompt", m);
         return;
     }
-    for (int l = 0; l < r->end.h->layout->n_layers; l++) {
+    for (int l = 0; l < r->end.fmt->layout->n_layers; l++) {
         /* Short is a failure, never a shorter prompt. Put tells of its pieces as they land. */
         if (r->method != BT_NET_METHOD_PUT && r->got[l] != r->p_pages) {
             kv_peer_violation(r->peer, "COMMIT before everything was announced", m);
@@ -678,14 +710,38 @@ static void recv_destroy(struct kv_end *e)
     free(r->pages);
     free(r->generations);
     free(r->got);
+    free(r->placed);
+    free(r->ids);
+    free(r->origin_name);
+    free(r->origin_address);
     free(r->peer_name);
     free(r->peer_address);
     free(r);
 }
 
+static int fill_origin(struct kv_recv *r, const struct kv_recv_cfg *cfg)
+{
+    r->origin_incarnation = cfg->origin.incarnation;
+    r->origin_name = strdup(cfg->origin.name);
+    r->origin_address = strdup(cfg->origin.address);
+    if (!r->origin_name || !r->origin_address) {
+        return BT_E_NOMEM;
+    }
+    if (cfg->ids && cfg->block_tokens) {
+        r->block_tokens = cfg->block_tokens;
+        r->root = cfg->root;
+        r->ids = bt_calloc(cfg->n_tokens, sizeof(*r->ids));
+        if (!r->ids) {
+            return BT_E_NOMEM;
+        }
+        memcpy(r->ids, cfg->ids, cfg->n_tokens * sizeof(*r->ids));
+    }
+    return BT_OK;
+}
+
 static int fill(struct kv_recv *r, const struct kv_recv_cfg *cfg)
 {
-    const struct kv_layout *layout = r->end.h->layout;
+    const struct kv_layout *layout = r->end.fmt->layout;
 
     r->n_tokens = cfg->n_tokens;
     r->n_have = cfg->n_have;
@@ -696,14 +752,16 @@ static int fill(struct kv_recv *r, const struct kv_recv_cfg *cfg)
     r->pages = bt_calloc(r->n_pages, sizeof(*r->pages));
     r->generations = bt_calloc(r->n_pages, sizeof(*r->generations));
     r->got = bt_calloc((size_t)layout->n_layers, sizeof(*r->got));
+    r->placed = bt_calloc((size_t)layout->n_layers, sizeof(*r->placed));
     r->peer_name = strdup(cfg->peer_name);
     r->peer_address = strdup(cfg->peer_address);
-    if (!r->pages || !r->generations || !r->got || !r->peer_name || !r->peer_address) {
+    if (!r->pages || !r->generations || !r->got || !r->placed || !r->peer_name ||
+        !r->peer_address || (cfg->origin.name && fill_origin(r, cfg) != BT_OK)) {
         return BT_E_NOMEM;
     }
     for (uint32_t i = 0; i < cfg->n_pages; i++) {
         r->pages[r->first_page + i] = cfg->pages[i];
-        r->generations[r->first_page + i] = kv_pool_generation(r->end.h->cfg.pool, cfg->pages[i]);
+        r->generations[r->first_page + i] = kv_pool_generation(r->end.fmt->pool, cfg->pages[i]);
     }
     return BT_OK;
 }
@@ -731,12 +789,17 @@ int kv_recv_create(struct kv_handoff *h,
                    struct kv_recv **ret,
                    struct bt_err *err)
 {
+    struct kv_format *fmt = cfg->fmt ? cfg->fmt : h->own;
     struct kv_recv *r;
     int rc;
 
-    rc = check_pages(h->layout, cfg, err);
+    rc = check_pages(fmt->layout, cfg, err);
     if (rc != BT_OK) {
         return rc;
+    }
+    if (cfg->origin.name && (strlen(cfg->origin.name) > WIRE_HANDOFF_MAX_NAME ||
+                             strlen(cfg->origin.address) > WIRE_HANDOFF_MAX_ADDRESS)) {
+        return BT_FAIL(err, BT_E_INVALID, "name or address of the origin is too long");
     }
     if (!cfg->peer_address || !cfg->peer_name) {
         return BT_FAIL(err, BT_E_INVALID, "handoff without the name or address of its peer");
@@ -746,6 +809,7 @@ int kv_recv_create(struct kv_handoff *h,
         return BT_FAIL(err, BT_E_NOMEM, "handoff: out of memory");
     }
     r->end.h = h;
+    r->end.fmt = fmt;
     r->end.id = cfg->id;
     r->end.look.handle = on_look;
     r->end.destroy = recv_destroy;
@@ -757,6 +821,7 @@ int kv_recv_create(struct kv_handoff *h,
     bt_list_init(&r->peer_link);
     bt_list_init(&r->pieces);
     bt_list_init(&r->again);
+    bt_list_init(&r->late);
     bt_list_init(&r->work.link);
     r->work.run = kv_recv_move;
     r->timer.fn = on_timer;

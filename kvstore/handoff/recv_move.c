@@ -23,7 +23,7 @@ static bool lands_in_place(const struct kv_piece *piece)
 {
     const struct kv_recv *r = piece->r;
 
-    return r->peer->layout.page_tokens == r->end.h->layout->page_tokens &&
+    return r->peer->layout.page_tokens == r->end.fmt->layout->page_tokens &&
            piece->first_page >= r->first_page;
 }
 
@@ -40,14 +40,14 @@ static uint32_t run_of(const struct kv_recv *r, uint32_t first, uint32_t max)
 
 static char *page_at(const struct kv_recv *r, uint32_t layer, uint32_t prompt_page)
 {
-    return kv_pool_page(r->end.h->cfg.pool, (int)layer, r->pages[prompt_page]);
+    return kv_pool_page(r->end.fmt->pool, (int)layer, r->pages[prompt_page]);
 }
 
 /* Our pages are TRANSFER until done, so a new generation is somebody's bug, not a race. */
 static bool pages_are_ours(const struct kv_recv *r, uint32_t first, uint32_t n)
 {
     for (uint32_t i = first; i < first + n; i++) {
-        if (kv_pool_generation(r->end.h->cfg.pool, r->pages[i]) != r->generations[i]) {
+        if (kv_pool_generation(r->end.fmt->pool, r->pages[i]) != r->generations[i]) {
             return false;
         }
     }
@@ -66,9 +66,9 @@ static void copy_tokens(struct kv_recv *r,
                         uint32_t from,
                         uint32_t n)
 {
-    const struct kv_layout *ours = r->end.h->layout, *theirs = &r->peer->layout;
+    const struct kv_layout *ours = r->end.fmt->layout, *theirs = &r->peer->layout;
     uint32_t tp = (uint32_t)theirs->page_tokens, td = (uint32_t)ours->page_tokens;
-    size_t token = (size_t)ours->head_dim * r->end.h->elem;
+    size_t token = (size_t)ours->head_dim * r->end.fmt->elem;
     const char *s = src + (size_t)((from - src_first) / tp) * theirs->page_stride;
     char *d = page_at(r, layer, from / td);
 
@@ -82,7 +82,7 @@ static void scatter(struct kv_piece *piece, const char *src)
 {
     struct kv_recv *r = piece->r;
     uint32_t tp = (uint32_t)r->peer->layout.page_tokens;
-    uint32_t td = (uint32_t)r->end.h->layout->page_tokens;
+    uint32_t td = (uint32_t)r->end.fmt->layout->page_tokens;
     uint32_t first = piece->first_page * tp;
     uint32_t end = BT_MIN(first + piece->at.n_pages * tp, r->n_tokens);
 
@@ -111,7 +111,7 @@ static void maybe_corrupt(char *p)
 static uint64_t sum_in_place(const struct kv_piece *piece)
 {
     const struct kv_recv *r = piece->r;
-    size_t stride = r->end.h->layout->page_stride;
+    size_t stride = r->end.fmt->layout->page_stride;
     uint32_t n = run_of(r, piece->first_page, piece->at.n_pages);
     XXH3_state_t *st = r->end.h->xxh;
 
@@ -148,6 +148,41 @@ static void ask_again(struct kv_piece *piece)
     kv_peer_send(r->peer, &m, (struct bt_str){0});
 }
 
+/* The piece that goes on where the layer has got to, if it is in already. */
+static struct kv_piece *next_late(struct kv_recv *r, uint32_t layer)
+{
+    bt_list_for_each (it, &r->late) {
+        struct kv_piece *piece = BT_LIST_ENTRY(it, struct kv_piece, link);
+
+        if (piece->layer == layer && piece->first_page == r->placed[layer]) {
+            return piece;
+        }
+    }
+    return NULL;
+}
+
+void kv_recv_piece_placed(struct kv_piece *piece)
+{
+    struct kv_recv *r = piece->r;
+    uint32_t layer = piece->layer, page_tokens = (uint32_t)r->peer->layout.page_tokens;
+
+    r->n_placed += piece->at.n_pages;
+    if (piece->first_page != r->placed[layer]) {
+        free(piece->bounce);
+        piece->bounce = NULL;
+        bt_list_push_back(&r->late, &piece->link);
+        return;
+    }
+    for (; piece; piece = next_late(r, layer)) {
+        r->placed[layer] += piece->at.n_pages;
+        kv_recv_piece_free(piece);
+    }
+    if (r->events.progress) {
+        r->events.progress(r->events.arg, (int)layer,
+                           BT_MIN(r->placed[layer] * page_tokens, r->n_tokens));
+    }
+}
+
 /* The bytes are there and `sum` is theirs: right, once more, or the end. */
 static void judge(struct kv_piece *piece, uint64_t sum)
 {
@@ -175,9 +210,8 @@ static void judge(struct kv_piece *piece, uint64_t sum)
     if (piece->bounce) {
         scatter(piece, piece->bounce);
     }
-    r->n_placed += piece->at.n_pages;
     kv_add(&h->bytes, piece->bytes);
-    kv_recv_piece_free(piece);
+    kv_recv_piece_placed(piece);
     kv_recv_check_end(r);
 }
 
@@ -192,7 +226,7 @@ void kv_recv_placed(struct kv_piece *piece)
 static void place_bytes(struct kv_piece *piece, size_t at, const char *p, size_t n)
 {
     struct kv_recv *r = piece->r;
-    size_t stride = r->end.h->layout->page_stride;
+    size_t stride = r->end.fmt->layout->page_stride;
 
     while (n > 0) {
         size_t k = BT_MIN(stride - at % stride, n);
@@ -303,7 +337,7 @@ static bool read_run(struct kv_piece *piece, void *to, uint64_t offset, size_t b
 static void start_piece(struct kv_piece *piece)
 {
     struct kv_recv *r = piece->r;
-    size_t stride = r->end.h->layout->page_stride;
+    size_t stride = r->end.fmt->layout->page_stride;
 
     r->peer->in_bytes += piece->bytes;
     piece->n_ops++; /* ours, until all reads are posted */

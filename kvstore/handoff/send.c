@@ -280,8 +280,8 @@ static void on_timer(struct bt_net_timer *t)
 /* PUT: D's pages must lie in D's pool, and pages must be equal in size. */
 static int take_put_ticket(struct kv_send *s, struct kv_ticket *t, struct bt_err *err)
 {
-    if (t->peer->layout.page_tokens != s->end.h->layout->page_tokens ||
-        t->n_pages != s->n_pages - t->n_have / (uint32_t)s->end.h->layout->page_tokens) {
+    if (t->peer->layout.page_tokens != s->end.fmt->layout->page_tokens ||
+        t->n_pages != s->n_pages - t->n_have / (uint32_t)s->end.fmt->layout->page_tokens) {
         return BT_FAIL(err, BT_E_UNSUPPORTED, "put needs equal page sizes");
     }
     for (uint32_t i = 0; i < t->n_pages; i++) {
@@ -292,19 +292,34 @@ static int take_put_ticket(struct kv_send *s, struct kv_ticket *t, struct bt_err
     return bt_net_rkey_unpack(t->peer->net, (struct bt_str){t->key, t->key_bytes}, &s->d_rkey, err);
 }
 
+static int check_ticket(const struct kv_send *s, const struct kv_ticket *t, struct bt_err *err)
+{
+    uint32_t page_tokens = (uint32_t)s->end.fmt->layout->page_tokens;
+
+    if (t->n_tokens != s->n_tokens) {
+        return BT_FAIL(err, BT_E_INVALID, "the ticket speaks of %u tokens, the prompt has %u",
+                       t->n_tokens, s->n_tokens);
+    }
+    if (t->peer->fmt != s->end.fmt) {
+        return BT_FAIL(err, BT_E_INCOMPATIBLE, "the prompt is held for nodes of another layout");
+    }
+    if (t->n_have / page_tokens < s->have_page) {
+        return BT_FAIL(err, BT_E_NOT_FOUND, "the first %u tokens are not here",
+                       s->have_page * page_tokens);
+    }
+    return BT_OK;
+}
+
 /* Binds a waiting send to the ticket; the ticket is consumed. */
 static void accept_ticket(struct kv_send *s, struct kv_ticket *t)
 {
     struct kv_peer *p = t->peer;
     struct kv_handoff *h = s->end.h;
     struct bt_err err = {0};
-    char text[120];
-    int rc = BT_OK;
+    int rc = check_ticket(s, t, &err);
 
-    if (t->n_tokens != s->n_tokens) {
-        snprintf(text, sizeof(text), "the ticket speaks of %u tokens, the prompt has %u",
-                 t->n_tokens, s->n_tokens);
-        say_no(p, t, BT_E_INVALID, text);
+    if (rc != BT_OK) {
+        say_no(p, t, rc, err.msg);
         kv_ticket_free(t);
         return;
     }
@@ -327,8 +342,8 @@ static void accept_ticket(struct kv_send *s, struct kv_ticket *t)
     s->ticket = t->ticket;
     s->method = t->method;
     s->acked = s->aborted_seen = s->owe_aborted = false;
-    s->first_page = t->n_have / (uint32_t)h->layout->page_tokens;
-    for (int l = 0; l < h->layout->n_layers; l++) {
+    s->first_page = t->n_have / (uint32_t)s->end.fmt->layout->page_tokens;
+    for (int l = 0; l < s->end.fmt->layout->n_layers; l++) {
         s->sent[l] = s->first_page;
     }
     snprintf(s->reader, sizeof(s->reader), "%s", p->name);
@@ -378,14 +393,30 @@ void kv_send_on_ticket_timer(struct bt_net_timer *timer)
     }
 }
 
+/* Nobody waits for the answer any more: forgotten, and a relay need not go on if it was the last.
+ */
+static void forget_ticket(struct kv_handoff *h, struct kv_ticket *t)
+{
+    struct kv_handoff_id id = t->id;
+    bool last = t->relayed && h->relays && !h->stopping && !kv_find_send(h, id);
+
+    drop_ticket(h, t);
+    kv_ticket_free(t);
+    bt_list_for_each (it, &h->tickets) {
+        last = last && !kv_id_eq(BT_LIST_ENTRY(it, struct kv_ticket, link)->id, id);
+    }
+    if (last) {
+        h->relay.gone(h->relay.arg, id);
+    }
+}
+
 void kv_send_tickets_lost(struct kv_peer *p)
 {
     bt_list_for_each_safe (it, &p->h->tickets) {
         struct kv_ticket *t = BT_LIST_ENTRY(it, struct kv_ticket, link);
 
         if (t->peer == p) {
-            drop_ticket(p->h, t);
-            kv_ticket_free(t);
+            forget_ticket(p->h, t);
         }
     }
 }
@@ -418,6 +449,7 @@ read_ticket(struct kv_peer *p, const struct wire_handoff *m, struct bt_str data)
     t->n_tokens = m->n_tokens;
     t->n_pages = m->n_pages;
     t->n_have = m->n_have;
+    t->relayed = m->origin_name.n > 0;
     t->method = (enum bt_net_method)m->method;
     t->key_bytes = m->key.n;
     if (m->key.n) {
@@ -436,6 +468,62 @@ read_ticket(struct kv_peer *p, const struct wire_handoff *m, struct bt_str data)
     return t;
 }
 
+void kv_handoff_refuse(struct kv_handoff *h, struct kv_handoff_id id, int rc, const char *msg)
+{
+    bt_list_for_each_safe (it, &h->tickets) {
+        struct kv_ticket *t = BT_LIST_ENTRY(it, struct kv_ticket, link);
+
+        if (kv_id_eq(t->id, id)) {
+            drop_ticket(h, t);
+            say_no(t->peer, t, rc, msg);
+            kv_ticket_free(t);
+        }
+    }
+}
+
+/* The ids stand behind the page list. NULL without memory. */
+static int32_t *read_ids(const struct wire_handoff *m, struct bt_str data)
+{
+    int32_t *ids = bt_calloc(m->n_tokens, sizeof(*ids));
+
+    for (uint32_t i = 0; ids && i < m->n_tokens; i++) {
+        ids[i] = (int32_t)read_u32(data.p + data.n - ((size_t)m->n_tokens - i) * 4);
+    }
+    return ids;
+}
+
+/* The ticket waits; somebody must see to it that a kv_send comes. */
+static void ask_relay(struct kv_ticket *t, const struct wire_handoff *m, struct bt_str data)
+{
+    struct kv_handoff *h = t->peer->h;
+    char name[WIRE_HANDOFF_MAX_NAME + 1], address[WIRE_HANDOFF_MAX_ADDRESS + 1];
+    int32_t *ids = m->block_tokens ? read_ids(m, data) : NULL;
+    struct kv_relay_ask ask = {
+        .fmt = t->peer->fmt,
+        .id = t->id,
+        .n_tokens = t->n_tokens,
+        .n_have = t->n_have,
+        .origin = {name, m->origin_incarnation, address},
+        .asker = t->peer->name,
+        .ids = ids,
+        .block_tokens = ids ? m->block_tokens : 0,
+    };
+    struct bt_err err = {0};
+    int rc;
+
+    snprintf(name, sizeof(name), "%.*s", (int)m->origin_name.n, m->origin_name.p);
+    snprintf(address, sizeof(address), "%.*s", (int)m->origin_address.n, m->origin_address.p);
+    memcpy(ask.root.b, m->root, sizeof(ask.root.b));
+    rc = h->relays ? h->relay.asked(h->relay.arg, &ask, &err)
+                   : BT_FAIL(&err, BT_E_UNSUPPORTED, "this node takes no prompts from others");
+    free(ids);
+    if (rc != BT_OK) {
+        drop_ticket(h, t);
+        say_no(t->peer, t, rc, err.msg);
+        kv_ticket_free(t);
+    }
+}
+
 static void on_ticket(struct kv_peer *p, const struct wire_handoff *m, struct bt_str data)
 {
     struct kv_handoff *h = p->h;
@@ -444,11 +532,6 @@ static void on_ticket(struct kv_peer *p, const struct wire_handoff *m, struct bt
     struct kv_send *s;
 
     if (!t) {
-        return;
-    }
-    if (m->origin_name.n) {
-        say_no(p, t, BT_E_UNSUPPORTED, "this node takes no prompts from others");
-        kv_ticket_free(t);
         return;
     }
     s = kv_find_send(h, t->id);
@@ -473,6 +556,9 @@ static void on_ticket(struct kv_peer *p, const struct wire_handoff *m, struct bt
     }
     bt_list_push_back(&h->tickets, &t->link);
     h->n_tickets++;
+    if (!s && t->relayed) {
+        ask_relay(t, m, data);
+    }
 }
 
 /* ---- messages ---- */
@@ -518,8 +604,7 @@ static void withdraw_ticket(struct kv_peer *p, const struct wire_handoff *m)
         struct kv_ticket *t = BT_LIST_ENTRY(it, struct kv_ticket, link);
 
         if (t->peer == p && t->ticket == m->ticket) {
-            drop_ticket(p->h, t);
-            kv_ticket_free(t);
+            forget_ticket(p->h, t);
         }
     }
     kv_peer_send(p, &aborted, (struct bt_str){0});
@@ -593,6 +678,8 @@ static void send_destroy(struct kv_end *e)
     free(s->pages);
     free(s->generations);
     free(s->sent);
+    free(s->sealed);
+    free(s->done);
     free(s);
 }
 
@@ -601,17 +688,21 @@ int kv_send_create(struct kv_handoff *h,
                    struct kv_send **ret,
                    struct bt_err *err)
 {
+    struct kv_format *fmt = cfg->fmt ? cfg->fmt : h->own;
     struct kv_send *s;
     int rc;
 
-    if (cfg->n_tokens == 0) {
-        return BT_FAIL(err, BT_E_INVALID, "handoff of an empty prompt");
+    if (cfg->n_tokens == 0 || cfg->n_have > cfg->n_tokens ||
+        cfg->n_have % (uint32_t)fmt->layout->page_tokens != 0) {
+        return BT_FAIL(err, BT_E_INVALID, "handoff of %u tokens, %u of them elsewhere",
+                       cfg->n_tokens, cfg->n_have);
     }
     s = bt_calloc(1, sizeof(*s));
     if (!s) {
         return BT_FAIL(err, BT_E_NOMEM, "handoff: out of memory");
     }
     s->end.h = h;
+    s->end.fmt = fmt;
     s->end.id = cfg->id;
     s->end.look.handle = on_look;
     s->end.destroy = send_destroy;
@@ -628,12 +719,14 @@ int kv_send_create(struct kv_handoff *h,
     s->timer.fn = on_timer;
     s->events = cfg->events;
     s->n_tokens = cfg->n_tokens;
-    s->n_pages = kv_layout_pages_for(h->layout, cfg->n_tokens);
-    s->done_layer = -1;
+    s->n_pages = kv_layout_pages_for(fmt->layout, cfg->n_tokens);
+    s->have_page = s->n_known = cfg->n_have / (uint32_t)fmt->layout->page_tokens;
     s->pages = bt_calloc(s->n_pages, sizeof(*s->pages));
     s->generations = bt_calloc(s->n_pages, sizeof(*s->generations));
-    s->sent = bt_calloc((size_t)h->layout->n_layers, sizeof(*s->sent));
-    if (!s->pages || !s->generations || !s->sent) {
+    s->sent = bt_calloc((size_t)fmt->layout->n_layers, sizeof(*s->sent));
+    s->sealed = bt_calloc((size_t)fmt->layout->n_layers, sizeof(*s->sealed));
+    s->done = bt_calloc((size_t)fmt->layout->n_layers, sizeof(*s->done));
+    if (!s->pages || !s->generations || !s->sent || !s->sealed || !s->done) {
         rc = BT_FAIL(err, BT_E_NOMEM, "handoff: out of memory");
     } else {
         rc = kv_end_enter(&s->end, err);
@@ -651,7 +744,7 @@ int kv_send_create(struct kv_handoff *h,
 
 void kv_send_set_pages(struct kv_send *s, uint32_t first, const uint32_t *pages, uint32_t n)
 {
-    const struct kv_pool *pool = s->end.h->cfg.pool;
+    const struct kv_pool *pool = s->end.fmt->pool;
 
     pthread_mutex_lock(&s->end.lock);
     BT_BUG_ON(first > s->n_known);
@@ -668,9 +761,7 @@ void kv_send_set_pages(struct kv_send *s, uint32_t first, const uint32_t *pages,
 void kv_send_progress(struct kv_send *s, uint32_t first, uint32_t n, int layer)
 {
     pthread_mutex_lock(&s->end.lock);
-    s->done_first = first;
-    s->done_end = first + n;
-    s->done_layer = layer;
+    s->done[layer] = first + n;
     if (s->ticketed) { /* nobody listens before */
         kv_end_look_locked(&s->end);
     }
@@ -694,9 +785,8 @@ bool kv_send_rewind(struct kv_send *s)
     pthread_mutex_lock(&s->end.lock);
     ok = !s->ticketed && !s->end.done;
     if (ok) {
-        s->n_known = 0;
-        s->done_first = s->done_end = 0;
-        s->done_layer = -1;
+        s->n_known = s->have_page;
+        memset(s->done, 0, (size_t)s->end.fmt->layout->n_layers * sizeof(*s->done));
         s->finished = false;
     }
     pthread_mutex_unlock(&s->end.lock);

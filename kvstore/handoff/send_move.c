@@ -12,41 +12,34 @@
 
 #include <stdlib.h>
 
-struct snapshot {
-    uint32_t n_known, done_first, done_end;
-    int done_layer;
+/* Into s->sealed: the pages of each layer that nothing writes any more. True: the prompt is
+ * finished. */
+static bool take_sealed(struct kv_send *s)
+{
+    const struct kv_layout *l = s->end.fmt->layout;
     bool finished;
-};
 
-static void take_snapshot(struct kv_send *s, struct snapshot *v)
-{
     pthread_mutex_lock(&s->end.lock);
-    *v = (struct snapshot){s->n_known, s->done_first, s->done_end, s->done_layer, s->finished};
-    pthread_mutex_unlock(&s->end.lock);
-}
+    finished = s->finished;
+    for (int i = 0; i < l->n_layers; i++) {
+        uint32_t pages = finished || s->done[i] >= s->n_tokens
+                             ? s->n_pages
+                             : s->done[i] / (uint32_t)l->page_tokens;
 
-/* Pages of `layer` that nothing writes any more. */
-static uint32_t sealed_pages(const struct kv_send *s, const struct snapshot *v, uint32_t layer)
-{
-    uint32_t tokens = (int)layer <= v->done_layer ? v->done_end : v->done_first;
-    uint32_t pages;
-
-    if (v->finished || tokens >= s->n_tokens) {
-        pages = s->n_pages;
-    } else {
-        pages = tokens / (uint32_t)s->end.h->layout->page_tokens;
+        s->sealed[i] = BT_MIN(pages, s->n_known);
     }
-    return BT_MIN(pages, v->n_known);
+    pthread_mutex_unlock(&s->end.lock);
+    return finished;
 }
 
 static const void *piece_bytes(const struct kv_send *s, uint32_t layer, const struct wire_piece *at)
 {
-    return kv_pool_page(s->end.h->cfg.pool, (int)layer, at->page);
+    return kv_pool_page(s->end.fmt->pool, (int)layer, at->page);
 }
 
 static size_t piece_size(const struct kv_send *s, const struct wire_piece *at)
 {
-    return (size_t)at->n_pages * s->end.h->layout->page_stride;
+    return (size_t)at->n_pages * s->end.fmt->layout->page_stride;
 }
 
 /* The run of neighbours that starts at prompt page `first`, checksummed. False if the caller gave
@@ -58,7 +51,7 @@ static bool make_piece(struct kv_send *s,
                        size_t max_bytes,
                        struct wire_piece *ret)
 {
-    size_t stride = s->end.h->layout->page_stride;
+    size_t stride = s->end.fmt->layout->page_stride;
     uint32_t n = 1;
 
     while (first + n < end && s->pages[first + n] == s->pages[first] + n &&
@@ -66,7 +59,7 @@ static bool make_piece(struct kv_send *s,
         n++;
     }
     for (uint32_t i = first; i < first + n; i++) {
-        if (kv_pool_generation(s->end.h->cfg.pool, s->pages[i]) != s->generations[i]) {
+        if (kv_pool_generation(s->end.fmt->pool, s->pages[i]) != s->generations[i]) {
             BT_ERROR("handoff_page_lost", "page=%u msg=\"given away while it was being sent\"",
                      s->pages[i]);
             kv_send_fail(s, BT_E_INTERNAL, "a page was given away while it was being sent");
@@ -90,7 +83,7 @@ static void head_of(const struct kv_send *s, enum wire_handoff_type type, struct
 static bool
 announce(struct kv_send *s, uint32_t layer, uint32_t end, uint32_t *used_pages, size_t *budget)
 {
-    size_t stride = s->end.h->layout->page_stride;
+    size_t stride = s->end.fmt->layout->page_stride;
     uint32_t at = s->sent[layer];
     struct wire_handoff m;
 
@@ -362,16 +355,15 @@ static bool move_layer(struct kv_send *s, uint32_t layer, uint32_t end, size_t *
 bool kv_send_move(struct kv_work *w, size_t *budget)
 {
     struct kv_send *s = BT_CONTAINER_OF(w, struct kv_send, work);
-    uint32_t n_layers = (uint32_t)s->end.h->layout->n_layers;
-    struct snapshot v;
-    bool all = true;
+    uint32_t n_layers = (uint32_t)s->end.fmt->layout->n_layers;
+    bool all = true, finished;
 
     if (s->state != KV_SEND_TICKETED || s->peer->closing) {
         return false;
     }
-    take_snapshot(s, &v);
+    finished = take_sealed(s);
     for (uint32_t l = 0; l < n_layers; l++) {
-        uint32_t end = sealed_pages(s, &v, l);
+        uint32_t end = s->sealed[l];
 
         while (s->sent[l] < end) {
             if (*budget == 0) {
@@ -383,7 +375,7 @@ bool kv_send_move(struct kv_work *w, size_t *budget)
         }
         all = all && end == s->n_pages;
     }
-    if (all && v.finished) {
+    if (all && finished) {
         commit(s);
     }
     return false;
@@ -394,7 +386,7 @@ void kv_send_resend(struct kv_send *s, const struct wire_handoff *m)
     struct wire_piece piece;
     struct wire_handoff again;
 
-    if (m->layer >= (uint32_t)s->end.h->layout->n_layers || m->n_pages == 0 ||
+    if (m->layer >= (uint32_t)s->end.fmt->layout->n_layers || m->n_pages == 0 ||
         m->n_pages > s->n_pages || m->first_page > s->n_pages - m->n_pages ||
         m->first_page < s->first_page || m->first_page + m->n_pages > s->sent[m->layer] ||
         s->method == BT_NET_METHOD_PUT) {

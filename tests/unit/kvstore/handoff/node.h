@@ -142,7 +142,8 @@ struct prompt {
     uint32_t *pages;
     struct kv_send *send;
     struct kv_recv *recv;
-    int ticketed, done, rc; /* atomic: the net's thread writes them */
+    struct kv_origin origin; /* where a relay gets it from */
+    int ticketed, done, rc;  /* atomic: the net's thread writes them */
     char msg[232];
     struct kv_first first;
 };
@@ -193,7 +194,8 @@ prompt_pages(struct prompt *p, struct node *n, uint64_t id, uint32_t tokens, enu
 
 static inline int prompt_send(struct prompt *p)
 {
-    const struct kv_send_cfg cfg = {p->id, p->tokens, {p, prompt_ticketed, prompt_send_done}};
+    const struct kv_send_cfg cfg = {
+        .id = p->id, .n_tokens = p->tokens, .events = {p, prompt_ticketed, prompt_send_done}};
     int rc = kv_send_create(p->node->h, &cfg, &p->send, NULL);
 
     if (rc == BT_OK) {
@@ -210,6 +212,7 @@ prompt_recv(struct prompt *p, const char *name, uint64_t incarnation, const char
                                     .peer_name = name,
                                     .peer_incarnation = incarnation,
                                     .peer_address = address,
+                                    .origin = p->origin,
                                     .n_tokens = p->tokens,
                                     .n_have = p->have,
                                     .pages = p->pages + first,

@@ -1,0 +1,62 @@
+/* The store path: takes a prompt from its prefill node (P) and hands it to a decode node (D) while
+ * it comes in, layer by layer, so that P and D never connect.
+ *
+ * D's ticket names P (kvstore/handoff, relays). The relay takes pages for what D lacks, asks P for
+ * it as a decode node would, and sends on whatever has come. Both hops are handoffs with all their
+ * rules: states, proof, leases, checks of every byte. What ends one hop ends the other with the
+ * same reason.
+ *
+ * Memory is bounded: one pool for each layout, of a set size. A prompt that finds no room waits,
+ * without holding anything, in the order of arrival, for a limited time; then it is refused, and
+ * so is what can never fit. Pages are taken all at once, so nobody holds some while waiting for
+ * more. Only members of the cluster are called.
+ *
+ * With tiers, the full blocks of what passed are kept there: the copy is made on the thread
+ * "relay-keep", and the pages are free when it is done.
+ *
+ * Threads: everything runs on the handoff's net thread; the functions here from any. */
+#ifndef KV_STORE_RELAY_H
+#define KV_STORE_RELAY_H
+
+#include "kvstore/handoff/handoff.h"
+
+struct kv_relay; /* whoever created it owns it */
+
+struct kv_relay_cfg {
+    struct bt_net_cfg net;
+    const char *node_name; /* copied */
+    uint64_t incarnation;
+    uint64_t silence_ns, lease_ns; /* of handoffs */
+    uint64_t wait_ns;              /* longest wait for pages */
+    uint64_t pool_bytes;           /* for each layout */
+    uint32_t max_formats;          /* layouts at once */
+    uint32_t max_open;             /* prompts at once, waiting ones included */
+    size_t max_inflight_bytes;
+    /* [net] True if this is a member whose prompts may be asked for. */
+    bool (*is_member)(void *arg, const struct kv_origin *origin);
+    void *arg;
+};
+
+struct kv_relay_stats {
+    uint32_t n_open;    /* being moved */
+    uint32_t n_waiting; /* for pages */
+    uint64_t relayed;   /* handed on whole */
+    uint64_t failed;    /* begun, not ended well */
+    uint64_t refused;   /* no room in time, too large, from a stranger */
+    uint64_t bytes_in;
+    uint32_t pages_total, pages_free; /* of all pools */
+    struct kv_handoff_stats handoff;
+};
+
+int kv_relay_create(const struct kv_relay_cfg *cfg,
+                    struct kv_relay **ret_relay,
+                    struct bt_err *err) BT_MUST_USE;
+/* Refuses new prompts from now on. */
+void kv_relay_drain(struct kv_relay *r);
+/* Ends what is open (its nodes are told), waits for the proofs, closes. NULL is fine. */
+void kv_relay_destroy(struct kv_relay *r);
+/* Of the transfer listener; borrowed. */
+const char *kv_relay_address(const struct kv_relay *r);
+struct kv_relay_stats kv_relay_stats(struct kv_relay *r);
+
+#endif
