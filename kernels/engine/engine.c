@@ -104,6 +104,7 @@ static void handle_submit(struct bt_msg *msg, void *consumer)
         on_output(e, &out);
         kn_seq_destroy(s);
     } else {
+        s->root = e->root;
         kn_sched_add(e->sched, s);
     }
     atomic_store_explicit(&e->stats.waiting, kn_sched_stats(e->sched).n_state[KN_SEQ_WAITING],
@@ -172,7 +173,7 @@ static void run_step(struct kn_engine *e, const struct kn_step_plan *plan)
         .drawn = e->drawn,
     };
     struct bt_err err = {.rc = BT_OK};
-    uint64_t begin_ns = bt_now_ns();
+    uint64_t begin_ns = bt_now_ns(), ns;
     int rc = kn_exec_run(e->exec, &args, &err);
 
     if (rc < 0) {
@@ -181,7 +182,9 @@ static void run_step(struct kn_engine *e, const struct kn_step_plan *plan)
         kn_sched_step_failed(e->sched, plan, rc, bt_err_msg(&err, rc));
         return;
     }
-    kn_note_step(e, plan, bt_now_ns() - begin_ns);
+    ns = bt_now_ns() - begin_ns;
+    kn_note_step(e, plan, ns);
+    kn_sched_measured(e->sched, plan, ns);
     kn_sched_step_done(e->sched, plan, e->drawn);
 }
 
@@ -221,7 +224,7 @@ static void *engine_main(void *arg)
         publish_stats(e);
         kn_note_flush(e);
         flush(e);
-        if (e->ended_all && kn_sched_stats(e->sched).n_live == 0) {
+        if (e->ended_all && kn_sched_idle(e->sched)) {
             break;
         }
         if (plan->n_rows == 0) {
@@ -246,6 +249,10 @@ static int check_cfg(const struct kn_engine_cfg *cfg, struct bt_err *err)
     }
     if (cfg->block_tokens > 0 && !cfg->key.model_digest) {
         return BT_FAIL(err, BT_E_CONFIG, "prefix reuse needs the model's digest");
+    }
+    if (cfg->n_sources > KN_MAX_SOURCES || (cfg->n_sources > 0 && cfg->block_tokens == 0)) {
+        return BT_FAIL(err, BT_E_CONFIG, "%u sources of blocks, at most %d, and only with blocks",
+                       cfg->n_sources, KN_MAX_SOURCES);
     }
     if (cfg->max_batch_tokens < 1 || cfg->max_running < 1 || cfg->max_waiting < 1) {
         return BT_FAIL(err, BT_E_CONFIG,
@@ -328,12 +335,31 @@ static int create_index(struct kn_engine *e, struct bt_err *err)
     return rc < 0 ? rc : kv_index_root(e->index, &key, &e->root, err);
 }
 
+/* Any thread. The engine takes messages until nothing is under way any more. */
+static void post(void *arg, struct bt_msg *msg)
+{
+    struct kn_engine *e = arg;
+
+    BT_BUG_ON(!bt_mailbox_push(&e->mailbox, msg));
+}
+
+static uint64_t clock_ns(void *arg)
+{
+    (void)arg;
+    return bt_now_ns();
+}
+
 static int create_sched(struct kn_engine *e, struct bt_err *err)
 {
     struct kn_sched_cfg cfg = {
         .pool = e->pool,
         .index = e->index,
-        .root = e->root,
+        .sources = e->cfg.sources,
+        .n_sources = e->cfg.n_sources,
+        .n_local = e->cfg.n_local_sources,
+        .post = post,
+        .clock = clock_ns,
+        .post_arg = e,
         .max_batch_tokens = e->cfg.max_batch_tokens,
         .max_running = e->cfg.max_running,
         .n_vocab = bt_model_config(e->cfg.file)->n_vocab,
@@ -490,6 +516,7 @@ int kn_engine_submit(struct kn_engine *e, const struct kn_submit_args *a, struct
     struct kn_seq_cfg cfg = {.max_tokens = e->max_tokens,
                              .page_tokens = (uint32_t)e->cfg.page_tokens,
                              .block_tokens = (uint32_t)e->cfg.block_tokens,
+                             .n_sources = e->cfg.n_sources,
                              .eos = mc->eos,
                              .n_eos = (uint32_t)mc->n_eos};
     uint32_t waiting;

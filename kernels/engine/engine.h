@@ -23,6 +23,7 @@
 #include "kvstore/block/events.h"
 #include "kvstore/block/key.h"
 #include "kvstore/handoff/handoff.h"
+#include "kvstore/tier/source.h"
 
 enum kn_leg { KN_LEG_LOCAL, KN_LEG_PREFILL, KN_LEG_DECODE };
 enum kn_finish { KN_FINISH_NONE, KN_FINISH_STOP, KN_FINISH_LENGTH };
@@ -85,6 +86,10 @@ struct kn_engine_cfg {
     int block_tokens;
     int key_bits;
     struct kv_key_root_args key;
+    /* Where else blocks come from and go to, asked in this order; borrowed, outlive kn_engine_stop.
+     * The first n_local of them answer at once. Need prefix reuse. */
+    struct kv_source *const *sources;
+    uint32_t n_sources, n_local_sources;
     int max_batch_tokens; /* chunk budget of one step, e.g. 512 */
     int max_running;      /* sequences in one step */
     int max_waiting;      /* requests queued; more are refused with BT_E_EXHAUSTED */

@@ -50,6 +50,8 @@ static bool drop(struct kn_sched *sched, struct kn_seq *s)
         }
         s->dropped |= s->state == KN_SEQ_HOLDING;
     }
+    kn_sched_offer_tail(sched, s);
+    sched->stats.swapped += s->tail_tokens > 0;
     kn_sched_free_pages(sched, s);
     kn_sched_set_state(sched, s, KN_SEQ_PREEMPTED);
     sched->stats.preemptions++;
@@ -131,15 +133,28 @@ static void withdraw(struct planner *p, const struct kn_seq *needy, uint32_t n)
     p->withdrawing = true;
 }
 
+/* True if n pages are free now, or will be when offers that are under way are done. */
+static bool room_soon(struct kn_sched *sched, uint32_t n)
+{
+    uint32_t room = kn_sched_room(sched);
+
+    if (room < n) {
+        room += kn_sched_count_offers(sched);
+        kn_sched_uncount_offers(sched);
+    }
+    return room >= n;
+}
+
 /* True if at least n pages are free now. Nobody gives way unless that is enough. */
 static bool make_room(struct planner *p, const struct kn_seq *needy, uint32_t n, unsigned how)
 {
     struct kn_sched *sched = p->sched;
     uint32_t room = kn_sched_room(sched);
 
-    if (room >= n) {
-        return true;
+    if (room >= n || room_soon(sched, n)) {
+        return room >= n;
     }
+    room += kn_sched_count_offers(sched);
     if (how & ROOM_DROP) {
         bt_list_for_each (l, &sched->lists[KN_LIST_AWAY]) {
             room += droppable(kn_seq_of(l)) ? kn_sched_count_room(sched, kn_seq_of(l)) : 0;
@@ -156,19 +171,20 @@ static bool make_room(struct planner *p, const struct kn_seq *needy, uint32_t n,
             kn_sched_uncount(sched, kn_seq_of(l));
         }
     }
+    kn_sched_uncount_offers(sched);
     if (room < n) {
         if (how & ROOM_WITHDRAW) {
             withdraw(p, needy, n - room);
         }
         return false;
     }
-    while (kn_sched_room(sched) < n) {
+    while (!room_soon(sched, n)) {
         if (!((how & ROOM_DROP) && drop_one(p)) &&
             !((how & ROOM_PREEMPT) && preempt_one(p, needy))) {
             return false;
         }
     }
-    return true;
+    return kn_sched_room(sched) >= n;
 }
 
 static uint64_t waited_ns(const struct planner *p, const struct kn_seq *s)
@@ -288,14 +304,19 @@ static void admit_recv(struct planner *p, struct kn_seq *s, uint32_t n_pages)
     kn_sched_end(sched, s, rc, bt_err_msg(&err, rc));
 }
 
-/* The held run is part of the n_pages. */
-static void admit_compute(struct planner *p, struct kn_seq *s, uint32_t n_pages)
+/* The held run is part of the n_pages; n_load more blocks come from sources. */
+static void admit_compute(struct planner *p, struct kn_seq *s, uint32_t n_pages, uint32_t n_load)
 {
     struct kn_sched *sched = p->sched;
 
     kn_sched_use_held(sched, s);
-    kn_sched_take_pages(sched, s, n_pages - s->n_pages, KV_OWNER_SEQ);
-    kn_sched_set_state(sched, s, KN_SEQ_PREFILLING);
+    kn_sched_take_pages(sched, s, n_pages - s->n_pages, n_load ? KV_OWNER_TRANSFER : KV_OWNER_SEQ);
+    if (n_load) {
+        kn_sched_set_state(sched, s, KN_SEQ_LOADING);
+    } else {
+        kn_sched_decline(sched, s);
+        kn_sched_begin_computing(sched, s);
+    }
     s->held_ns = p->now_ns;
     if (s->leg == KN_LEG_PREFILL) {
         sched->cfg.xfer->send_pages(sched->cfg.xfer_arg, s);
@@ -303,6 +324,36 @@ static void admit_compute(struct planner *p, struct kn_seq *s, uint32_t n_pages)
             sched->cfg.xfer->send_cached(sched->cfg.xfer_arg, s, s->n_computed);
         }
     }
+    if (n_load) {
+        kn_sched_start_loads(sched, s);
+    }
+}
+
+/* Whether s would bring or compute a block that an older request is about to publish: it waits for
+ * that instead, and takes it over. */
+static bool twin_at_work(const struct planner *p, struct kn_seq *s, uint32_t hit)
+{
+    static const enum kn_seq_list lists[] = {KN_LIST_ACTIVE, KN_LIST_AWAY};
+    struct kn_sched *sched = p->sched;
+
+    if (!kn_seq_computes(s) || hit >= kn_sched_max_blocks(sched, s)) {
+        return false;
+    }
+    for (size_t i = 0; i < BT_ARRAY_LEN(lists); i++) {
+        bt_list_for_each (l, &sched->lists[lists[i]]) {
+            struct kn_seq *o = kn_seq_of(l);
+            uint32_t fills =
+                o->tail_tokens ? o->tail_block : kn_seq_target(o) / kn_sched_block_tokens(sched);
+
+            if ((o->state == KN_SEQ_PREFILLING || o->state == KN_SEQ_LOADING) &&
+                kn_seq_younger(s, o) && !o->unlisted && o->n_blocks <= hit && hit < fills &&
+                kv_key_eq(&kn_sched_chain(sched, s, hit + 1).keys[hit],
+                          &kn_sched_chain(sched, o, hit + 1).keys[hit])) {
+                return true;
+            }
+        }
+    }
+    return false;
 }
 
 static void plan_admission(struct planner *p)
@@ -325,14 +376,18 @@ static void plan_admission(struct planner *p)
         struct kn_seq *s = kn_seq_of(l);
         uint32_t n_pages = kv_layout_pages_for(layout, kn_seq_target(s)), todo = remaining(s);
         bool full = kn_seq_computes(s) && planned >= p->budget;
-        uint32_t hit;
+        uint32_t hit, load;
 
         next = l->next;
         if (full && planned - largest >= p->budget / 2) {
             continue; /* there is nothing to compute it with in this step */
         }
         hit = kn_sched_match(sched, s);
-        todo -= hit * kn_sched_block_tokens(sched);
+        if (twin_at_work(p, s, hit) || !kn_sched_look(sched, s, hit)) {
+            continue;
+        }
+        load = kn_sched_choose(sched, s);
+        todo -= BT_MIN((hit + load) * kn_sched_block_tokens(sched), todo - 1);
         if (full && (uint64_t)todo * SMALL_FACTOR > largest) {
             continue; /* likewise, unless it is small */
         }
@@ -343,9 +398,9 @@ static void plan_admission(struct planner *p)
             continue;
         }
         if (kn_seq_computes(s)) {
-            admit_compute(p, s, n_pages);
-            planned += todo;
-            largest = BT_MAX(largest, todo);
+            admit_compute(p, s, n_pages, load);
+            planned += load ? 0 : todo;
+            largest = BT_MAX(largest, load ? 0 : todo);
         } else {
             admit_recv(p, s, n_pages);
         }
@@ -458,7 +513,9 @@ const struct kn_step_plan *kn_sched_plan(struct kn_sched *sched, uint64_t now_ns
     bool prompts =
         !bt_list_empty(&sched->lists[KN_LIST_QUEUE]) || sched->stats.n_state[KN_SEQ_PREFILLING] > 0;
 
+    sched->now_ns = now_ns;
     sched->next_patience_ns = BT_NEVER_NS;
+    kn_sched_check_loads(sched);
     plan->step++;
     plan->n_rows = plan->n_tokens = plan->n_pages = plan->n_draws = 0;
     bt_list_for_each (l, &sched->lists[KN_LIST_ACTIVE]) {

@@ -21,15 +21,36 @@ static uint32_t first_own(const struct kn_sched *sched, const struct kn_seq *s)
     return s->n_blocks * kn_sched_block_pages(sched);
 }
 
-/* The chain of the first n blocks; makes the keys that are missing. */
-static struct kv_chain chain_of(struct kn_sched *sched, struct kn_seq *s, uint32_t n)
+struct kv_chain kn_sched_chain(struct kn_sched *sched, struct kn_seq *s, uint32_t n)
 {
     for (; s->n_keys < n; s->n_keys++) {
-        kv_index_key(sched->cfg.index, s->n_keys ? &s->keys[s->n_keys - 1] : &sched->cfg.root,
+        kv_index_key(sched->cfg.index, s->n_keys ? &s->keys[s->n_keys - 1] : &s->root,
                      s->ids + (size_t)s->n_keys * kn_sched_block_tokens(sched),
                      &s->keys[s->n_keys]);
     }
-    return (struct kv_chain){sched->cfg.root, s->keys, s->ids, n};
+    return (struct kv_chain){s->root, s->keys, s->ids, n};
+}
+
+struct kv_chain
+kn_sched_tail_chain(struct kn_sched *sched, struct kn_seq *s, uint32_t n, uint32_t n_tail)
+{
+    struct kv_chain chain = kn_sched_chain(sched, s, n);
+
+    s->n_keys = BT_MIN(s->n_keys, n); /* the tail's key stands where that of a full block would */
+    kv_index_tail_key(sched->cfg.index, n ? &s->keys[n - 1] : &s->root,
+                      s->ids + (size_t)n * kn_sched_block_tokens(sched), n_tail, &s->keys[n]);
+    chain.n_blocks++;
+    return chain;
+}
+
+uint32_t kn_sched_max_blocks(const struct kn_sched *sched, const struct kn_seq *s)
+{
+    uint32_t bt = kn_sched_block_tokens(sched);
+
+    if (!sched->cfg.index) {
+        return 0;
+    }
+    return s->tail_tokens ? s->tail_block : (kn_seq_target(s) - 1) / bt;
 }
 
 /* ---- hits ---- */
@@ -43,9 +64,7 @@ uint32_t kn_sched_match(struct kn_sched *sched, struct kn_seq *s)
         return 0;
     }
     if (s->match_changes != kv_index_changes(index) + 1) {
-        /* One token at least is computed: a block that would leave none is not used. */
-        uint32_t n = (kn_seq_target(s) - 1) / kn_sched_block_tokens(sched);
-        struct kv_chain chain = chain_of(sched, s, n);
+        struct kv_chain chain = kn_sched_chain(sched, s, kn_sched_max_blocks(sched, s));
 
         s->n_match = kv_index_match(index, &chain, s->blocks);
         s->match_changes = kv_index_changes(index) + 1;
@@ -80,11 +99,17 @@ void kn_sched_use_held(struct kn_sched *sched, struct kn_seq *s)
     s->n_computed = s->n_blocks * kn_sched_block_tokens(sched);
     s->n_match = 0;
     s->match_changes = 0;
+    sched->stats.tier_tokens[KV_TIER_POOL] += s->placed ? 0 : s->n_computed;
+}
+
+void kn_sched_begin_computing(struct kn_sched *sched, struct kn_seq *s)
+{
     if (!s->placed) {
         s->placed = true;
         s->cached_tokens = s->n_computed;
         sched->stats.tokens_cached += s->n_computed;
     }
+    kn_sched_set_state(sched, s, KN_SEQ_PREFILLING);
 }
 
 /* ---- full blocks ---- */
@@ -94,11 +119,12 @@ static bool publish_next(struct kn_sched *sched, struct kn_seq *s)
 {
     uint32_t n = kn_sched_block_pages(sched), i = s->n_blocks;
     uint32_t *pages = s->pages + (size_t)i * n;
-    struct kv_chain chain = chain_of(sched, s, i + 1);
+    struct kv_chain chain = kn_sched_chain(sched, s, i + 1);
 
     switch (kv_index_publish(sched->cfg.index, &chain, i ? s->blocks[i - 1] : NULL, pages,
                              &s->blocks[i])) {
     case KV_PUBLISH_NEW:
+        kn_sched_queue_offer(sched, s->blocks[i]);
         break;
     case KV_PUBLISH_SAME:
         if (!s->xfer_open) {
@@ -123,6 +149,7 @@ void kn_sched_publish(struct kn_sched *sched, struct kn_seq *s)
     while (!s->unlisted && s->n_computed / kn_sched_block_tokens(sched) > s->n_blocks &&
            publish_next(sched, s)) {
     }
+    kn_sched_pump_offers(sched);
 }
 
 /* ---- pages ---- */

@@ -24,12 +24,19 @@ int kn_sched_create(const struct kn_sched_cfg *cfg, struct kn_sched **ret, struc
     if (!sched) {
         return BT_FAIL(err, BT_E_NOMEM, "scheduler: no memory");
     }
+    BT_BUG_ON(cfg->n_sources > KN_MAX_SOURCES);
     sched->cfg = *cfg;
+    sched->cfg.n_sources = cfg->index ? cfg->n_sources : 0;
+    for (uint32_t i = 0; i < sched->cfg.n_sources; i++) {
+        sched->sources[i] = cfg->sources[i];
+        sched->load_scale[i] = 1;
+    }
+    sched->cfg.sources = sched->sources;
     for (int i = 0; i < KN_LIST_NONE; i++) {
         bt_list_init(&sched->lists[i]);
     }
     bt_map_init(&sched->by_tag);
-    sched->next_deadline_ns = sched->next_patience_ns = BT_NEVER_NS;
+    sched->next_deadline_ns = sched->next_patience_ns = sched->next_load_ns = BT_NEVER_NS;
     sched->slots = bt_calloc((size_t)cfg->max_running, sizeof(struct kn_seq *));
     sched->free_slots = bt_calloc((size_t)cfg->max_running, sizeof(*sched->free_slots));
     sched->plan.rows = bt_calloc((size_t)cfg->max_running, sizeof(*sched->plan.rows));
@@ -41,6 +48,10 @@ int kn_sched_create(const struct kn_sched_cfg *cfg, struct kn_sched **ret, struc
         kn_sched_destroy(sched);
         return BT_FAIL(err, BT_E_NOMEM, "scheduler: no memory for %d rows and %u pages",
                        cfg->max_running, n_pages);
+    }
+    if (kn_offers_create(sched, err) < 0) {
+        kn_sched_destroy(sched);
+        return BT_E_NOMEM;
     }
     for (int i = cfg->max_running - 1; i >= 0; i--) {
         sched->free_slots[sched->n_free_slots++] = (uint32_t)i;
@@ -55,6 +66,7 @@ void kn_sched_destroy(struct kn_sched *sched)
         return;
     }
     BT_BUG_ON(sched->stats.n_live != 0);
+    kn_offers_destroy(sched);
     bt_map_fini(&sched->by_tag);
     free(sched->slots);
     free(sched->free_slots);
@@ -76,8 +88,8 @@ static void insert_by_claim(struct bt_list *head, struct kn_seq *s)
 
 void kn_sched_recount(struct kn_sched *sched, struct kn_seq *s)
 {
-    bool waits =
-        s->state == KN_SEQ_WAITING || s->state == KN_SEQ_PREEMPTED || s->state == KN_SEQ_PREFILLING;
+    bool waits = s->state == KN_SEQ_WAITING || s->state == KN_SEQ_PREEMPTED ||
+                 s->state == KN_SEQ_LOADING || s->state == KN_SEQ_PREFILLING;
     uint32_t n = waits && kn_seq_computes(s) ? kn_seq_target(s) - s->n_computed : 0;
 
     sched->stats.tokens_waiting += (uint64_t)n - s->counted_tokens;
@@ -128,6 +140,8 @@ static void finish(struct kn_sched *sched, struct kn_seq *s, struct kn_output *l
     if (s->n_pages > 0) {
         kn_sched_free_pages(sched, s);
     }
+    kn_sched_fetch_end(sched, s);
+    kn_sched_leave_tail(s);
     if (kn_sched_find(sched, s->tag) == s) {
         bt_map_del(&sched->by_tag, s->tag);
     }
@@ -147,12 +161,13 @@ static void finish_rc(struct kn_sched *sched, struct kn_seq *s, int rc, const ch
 
 void kn_sched_end(struct kn_sched *sched, struct kn_seq *s, int rc, const char *msg)
 {
-    bool withdrawn = s->state == KN_SEQ_WITHDRAWN;
+    bool withdrawn = s->state == KN_SEQ_WITHDRAWN, fetching;
 
     if (s->state == KN_SEQ_ABORTING) {
         return;
     }
-    if (!s->xfer_open) {
+    fetching = !kn_sched_fetch_cancel(sched, s);
+    if (!s->xfer_open && !fetching) {
         finish_rc(sched, s, rc, msg);
         return;
     }
@@ -162,6 +177,9 @@ void kn_sched_end(struct kn_sched *sched, struct kn_seq *s, int rc, const char *
         kn_sched_own_pages(sched, s, KV_OWNER_TRANSFER);
     }
     kn_sched_set_state(sched, s, KN_SEQ_ABORTING);
+    if (!s->xfer_open) {
+        return;
+    }
     if (s->leg == KN_LEG_PREFILL) {
         sched->cfg.xfer->send_abort(sched->cfg.xfer_arg, s, rc);
     } else if (!withdrawn) {
@@ -169,8 +187,21 @@ void kn_sched_end(struct kn_sched *sched, struct kn_seq *s, int rc, const char *
     }
 }
 
+void kn_sched_settle(struct kn_sched *sched, struct kn_seq *s)
+{
+    if (!s->xfer_open && !kn_sched_fetch_busy(s)) {
+        finish_rc(sched, s, s->end_rc, s->end_msg);
+    }
+}
+
+bool kn_sched_idle(const struct kn_sched *sched)
+{
+    return sched->stats.n_live == 0 && kn_offers_idle(sched);
+}
+
 void kn_sched_end_all(struct kn_sched *sched, int rc, const char *msg)
 {
+    sched->closing = true;
     for (int i = 0; i < KN_LIST_NONE; i++) {
         struct bt_list *l = sched->lists[i].next, *next;
 
@@ -190,6 +221,7 @@ void kn_sched_add(struct kn_sched *sched, struct kn_seq *take_s)
     s->order = sched->next_order++;
     s->state = KN_SEQ_WAITING;
     s->page_owner = KV_OWNER_SEQ;
+    kn_sched_fetch_init(sched, s);
     sched->stats.n_state[KN_SEQ_WAITING]++;
     sched->stats.n_live++;
     insert_by_claim(&sched->lists[KN_LIST_QUEUE], s);
@@ -285,7 +317,9 @@ void kn_sched_xfer_done(
 
         finish(sched, s, &last);
     } else if (s->state == KN_SEQ_ABORTING) {
-        finish_rc(sched, s, s->end_rc, s->end_msg);
+        kn_sched_settle(sched, s);
+    } else if (kn_sched_fetch_busy(s)) {
+        kn_sched_end(sched, s, rc < 0 ? rc : BT_E_INTERNAL, msg);
     } else if (s->leg == KN_LEG_DECODE) {
         recv_done(sched, s, rc, msg, first);
     } else {
@@ -297,6 +331,7 @@ void kn_sched_tick(struct kn_sched *sched, uint64_t now_ns)
 {
     uint64_t earliest = BT_NEVER_NS;
 
+    sched->now_ns = now_ns;
     if (now_ns < sched->next_deadline_ns) {
         return;
     }
@@ -322,7 +357,9 @@ void kn_sched_tick(struct kn_sched *sched, uint64_t now_ns)
 
 uint64_t kn_sched_next_wake_ns(const struct kn_sched *sched)
 {
-    return BT_MIN(sched->next_deadline_ns, sched->next_patience_ns);
+    uint64_t own = BT_MIN(sched->next_deadline_ns, sched->next_patience_ns);
+
+    return BT_MIN(own, sched->next_load_ns);
 }
 
 /* The row reached the target: the drawn token, or what a prefill leg drew before it gave way. */
@@ -347,6 +384,20 @@ static void row_complete(struct kn_sched *sched, struct kn_seq *s, const struct 
         sched->cfg.xfer->send_finish(sched->cfg.xfer_arg, s);
     } else if (s->state == KN_SEQ_PREFILLING) {
         kn_sched_set_state(sched, s, KN_SEQ_RUNNING);
+    }
+}
+
+/* Steps that were mostly one prompt's say what prompts cost. */
+#define MEASURE_TOKENS 16
+
+void kn_sched_measured(struct kn_sched *sched, const struct kn_step_plan *plan, uint64_t ns)
+{
+    for (uint32_t i = 0; i < plan->n_rows; i++) {
+        const struct kn_plan_row *row = &plan->rows[i];
+
+        if (row->n_tokens >= MEASURE_TOKENS && row->n_tokens * 2 > plan->n_tokens) {
+            kn_rate_add(&sched->rate, row->pos, row->n_tokens, ns / plan->n_tokens * row->n_tokens);
+        }
     }
 }
 

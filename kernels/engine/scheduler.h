@@ -64,7 +64,14 @@ struct kn_xfer_ops {
 struct kn_sched_cfg {
     struct kv_pool *pool;
     struct kv_index *index; /* NULL = no prefix reuse */
-    struct kv_key root;     /* of all requests */
+    /* Where blocks come from and go to besides the pool, asked in this order; the first n_local of
+     * them answer at once. Needs an index. */
+    struct kv_source *const *sources; /* copied */
+    uint32_t n_sources, n_local;
+    /* Any thread: has msg->handle run on the scheduler's, soon. NULL without sources. */
+    void (*post)(void *arg, struct bt_msg *msg);
+    uint64_t (*clock)(void *arg); /* any thread */
+    void *post_arg;
     int max_batch_tokens;
     int max_running;
     int n_vocab;
@@ -90,7 +97,10 @@ struct kn_seq *kn_sched_at(const struct kn_sched *sched, uint32_t slot);
 /* Ends a request in whatever state it is: its last output (rc, msg) follows at once, or after proof
  * where a transfer is open. The first reason wins. */
 void kn_sched_end(struct kn_sched *sched, struct kn_seq *s, int rc, const char *msg);
+/* All of them, for good: nothing is offered to sources any more. */
 void kn_sched_end_all(struct kn_sched *sched, int rc, const char *msg);
+/* No request is left and no source holds a page. */
+bool kn_sched_idle(const struct kn_sched *sched);
 /* The transfer of s is over, with proof. `first` only for a recv that is BT_OK. s may be gone
  * afterwards. */
 void kn_sched_xfer_done(struct kn_sched *sched,
@@ -105,6 +115,8 @@ uint64_t kn_sched_next_wake_ns(const struct kn_sched *sched);
 
 /* Never NULL; n_rows 0 = nothing can be computed now. */
 const struct kn_step_plan *kn_sched_plan(struct kn_sched *sched, uint64_t now_ns);
+/* It took ns to run. */
+void kn_sched_measured(struct kn_sched *sched, const struct kn_step_plan *plan, uint64_t ns);
 /* The plan was run; `drawn` holds n_draws tokens in the order of the rows. */
 void kn_sched_step_done(struct kn_sched *sched,
                         const struct kn_step_plan *plan,
@@ -120,7 +132,12 @@ struct kn_sched_stats {
     uint32_t n_live;
     uint64_t tokens_waiting; /* to be computed before their first token */
     uint64_t steps, tokens_computed, tokens_generated, preemptions, withdrawals;
-    uint64_t tokens_cached; /* found in the index at first admissions */
+    uint64_t tokens_cached; /* not computed by requests that began, because their KV was here */
+    uint64_t tier_tokens[KV_N_TIERS];            /* of them, by where they were */
+    uint64_t loads, loads_given_up, loads_short; /* short: did not bring all that was promised */
+    uint64_t load_wait_ns;                       /* from the begin of loads to their end */
+    uint64_t offers, offers_refused;
+    uint64_t swapped, resumed; /* preemptions that kept their tail, and loads after preemptions */
 };
 struct kn_sched_stats kn_sched_stats(const struct kn_sched *sched);
 

@@ -1,11 +1,12 @@
-/* Private to the scheduler: scheduler.c (events, states), plan.c (steps, pages) and prefix.c
- * (blocks that requests share). */
+/* Private to the scheduler: scheduler.c (events, states), plan.c (steps, pages), prefix.c (blocks
+ * that requests share), fetch.c and offer.c (blocks from and to sources). */
 #ifndef KN_ENGINE_SCHEDULER_INT_H
 #define KN_ENGINE_SCHEDULER_INT_H
 
 #include "kernels/engine/scheduler.h"
 
 #include "common/ds/map.h"
+#include "kernels/engine/rate.h"
 
 struct kn_sched {
     struct kn_sched_cfg cfg;
@@ -18,7 +19,15 @@ struct kn_sched {
     uint64_t next_deadline_ns; /* no request ends earlier; may be too early */
     uint64_t next_patience_ns; /* set by plan */
     struct kn_step_plan plan;
-    uint32_t cap_plan_pages; /* of plan.pages: shared pages are in many rows */
+    uint32_t cap_plan_pages;                   /* of plan.pages: shared pages are in many rows */
+    uint64_t now_ns;                           /* as last told by tick or plan */
+    uint64_t next_load_ns;                     /* when loads are to be looked at again */
+    struct kv_source *sources[KN_MAX_SOURCES]; /* cfg.sources */
+    struct kn_rate rate;                       /* of computing prompts */
+    uint64_t look_ns[KN_MAX_SOURCES];          /* moving average: how long an answer takes */
+    double load_scale[KN_MAX_SOURCES]; /* moving average: time of loads to their estimates */
+    struct kn_offers *offers;          /* NULL = nothing to offer to */
+    bool closing;                      /* ends: nothing is offered any more */
     struct kn_sched_stats stats;
 };
 
@@ -38,7 +47,18 @@ void kn_sched_set_state(struct kn_sched *sched, struct kn_seq *s, enum kn_seq_st
 /* Brings the sum of waiting tokens up to date after n_computed or state changed. */
 void kn_sched_recount(struct kn_sched *sched, struct kn_seq *s);
 
+/* Ends a request that is ABORTING, unless something is still under way. */
+void kn_sched_settle(struct kn_sched *sched, struct kn_seq *s);
+
 /* prefix.c. All of it does nothing without an index. */
+/* The chain of the first n blocks; makes the keys that are missing. */
+struct kv_chain kn_sched_chain(struct kn_sched *sched, struct kn_seq *s, uint32_t n);
+/* The same, and behind it n_tail tokens of one more block. */
+struct kv_chain
+kn_sched_tail_chain(struct kn_sched *sched, struct kn_seq *s, uint32_t n, uint32_t n_tail);
+/* Most full blocks that may be taken over: one token at least is computed, and a tail that a source
+ * keeps stands behind them. */
+uint32_t kn_sched_max_blocks(const struct kn_sched *sched, const struct kn_seq *s);
 /* Length of the longest usable run for a queued request, in blocks; remembered in it. */
 uint32_t kn_sched_match(struct kn_sched *sched, struct kn_seq *s);
 /* Holds the matched run, and lets it go again. */
@@ -46,7 +66,9 @@ void kn_sched_hold(struct kn_sched *sched, struct kn_seq *s);
 void kn_sched_unhold(struct kn_sched *sched, struct kn_seq *s);
 /* Puts the pages of the held run into the page table: their tokens count as computed. */
 void kn_sched_use_held(struct kn_sched *sched, struct kn_seq *s);
-/* Offers blocks that have become full to the index. */
+/* Everything that can be had without computing it is there: PREFILLING. */
+void kn_sched_begin_computing(struct kn_sched *sched, struct kn_seq *s);
+/* Puts blocks that have become full into the index, and offers them. */
 void kn_sched_publish(struct kn_sched *sched, struct kn_seq *s);
 /* Free pages and those that the index can give up. */
 uint32_t kn_sched_room(const struct kn_sched *sched);
@@ -58,6 +80,41 @@ void kn_sched_take_pages(struct kn_sched *sched, struct kn_seq *s, uint32_t n, e
 void kn_sched_free_pages(struct kn_sched *sched, struct kn_seq *s);
 /* Changes the owner of all pages that are the request's own. */
 void kn_sched_own_pages(struct kn_sched *sched, struct kn_seq *s, enum kv_owner owner);
+
+/* fetch.c. All of it does nothing without sources. */
+void kn_sched_fetch_init(struct kn_sched *sched, struct kn_seq *s);
+/* Asks the sources what they have behind the n_pool blocks that the pool has; false: they have not
+ * answered yet. */
+bool kn_sched_look(struct kn_sched *sched, struct kn_seq *s, uint32_t n_pool);
+/* How many of the blocks found shall be brought; remembered in s. */
+uint32_t kn_sched_choose(struct kn_sched *sched, struct kn_seq *s);
+/* None is, or nothing was found: lets go of them. */
+void kn_sched_decline(struct kn_sched *sched, struct kn_seq *s);
+/* Brings those that were chosen; s is LOADING and has all its pages, as TRANSFER. */
+void kn_sched_start_loads(struct kn_sched *sched, struct kn_seq *s);
+/* Gives up loads that are too late. */
+void kn_sched_check_loads(struct kn_sched *sched);
+/* A look-up or a load is not done. */
+bool kn_sched_fetch_busy(const struct kn_seq *s);
+/* Stops both; true if nothing is under way any more, else kn_sched_settle follows. */
+bool kn_sched_fetch_cancel(struct kn_sched *sched, struct kn_seq *s);
+/* Lets go of what was found. */
+void kn_sched_fetch_end(struct kn_sched *sched, struct kn_seq *s);
+
+/* offer.c. Likewise. */
+int kn_offers_create(struct kn_sched *sched, struct bt_err *err) BT_MUST_USE;
+void kn_offers_destroy(struct kn_sched *sched);
+bool kn_offers_idle(const struct kn_sched *sched);
+void kn_sched_queue_offer(struct kn_sched *sched, struct kv_block *b);
+void kn_sched_pump_offers(struct kn_sched *sched);
+/* The tokens of s behind its full blocks, whose pages leave it; it gives way. */
+void kn_sched_offer_tail(struct kn_sched *sched, struct kn_seq *s);
+/* s goes while its tail may still be copied. */
+void kn_sched_leave_tail(struct kn_seq *s);
+/* As kn_sched_count_room, of what only open offers keep. */
+uint32_t kn_sched_count_offers(struct kn_sched *sched);
+void kn_sched_uncount_offers(struct kn_sched *sched);
+
 static inline uint32_t kn_sched_block_tokens(const struct kn_sched *sched)
 {
     return sched->cfg.index ? kv_index_block_tokens(sched->cfg.index) : 0;

@@ -99,12 +99,16 @@ int kn_seq_create(const struct kn_submit_args *a,
     s->peer_name = strdup(a->peer_name ? a->peer_name : "");
     s->peer_address = strdup(a->peer_address ? a->peer_address : "");
     s->ids = bt_calloc((size_t)max_total + KV_HANDOFF_MAX_FIRST, sizeof(*s->ids));
-    s->pages = bt_calloc((size_t)max_total / cfg->page_tokens + 2, sizeof(*s->pages));
+    s->pages = bt_calloc((size_t)(max_total + cfg->block_tokens) / cfg->page_tokens + 2,
+                         sizeof(*s->pages));
     if (cfg->block_tokens > 0) {
         s->keys = bt_calloc((size_t)max_total / cfg->block_tokens + 1, sizeof(*s->keys));
         s->blocks = bt_calloc((size_t)max_total / cfg->block_tokens + 1, sizeof(struct kv_block *));
     }
-    if ((cfg->block_tokens > 0 && (!s->keys || !s->blocks)) ||
+    if (cfg->block_tokens > 0 && cfg->n_sources > 0) {
+        s->parts = bt_calloc(cfg->n_sources, sizeof(*s->parts));
+    }
+    if ((cfg->block_tokens > 0 && (!s->keys || !s->blocks || (cfg->n_sources && !s->parts))) ||
         !copy_sampling(s, a->sampling, cfg) || !s->ids || !s->pages || !s->peer_name ||
         !s->peer_address) {
         kn_seq_destroy(s);
@@ -124,12 +128,14 @@ void kn_seq_destroy(struct kn_seq *s)
         return;
     }
     BT_BUG_ON(s->n_pages != 0 || s->n_blocks != 0 || s->xfer_open || s->slot != KN_SLOT_NONE);
+    BT_BUG_ON(s->look != KN_LOOK_NONE || s->n_loads != 0);
     free((void *)s->sampling.bias); /* ours: copied in copy_sampling */
     free(s->ends);
     free(s->ids);
     free(s->pages);
     free(s->keys);
     free(s->blocks);
+    free(s->parts);
     free(s->peer_name);
     free(s->peer_address);
     free(s);

@@ -8,7 +8,7 @@
 
 #include "common/ds/list.h"
 #include "kernels/engine/engine.h"
-#include "kvstore/block/index.h"
+#include "kvstore/tier/source.h"
 
 #include <stdatomic.h>
 
@@ -21,7 +21,29 @@ enum kn_seq_state {
 
 enum kn_seq_list { KN_LIST_QUEUE, KN_LIST_ACTIVE, KN_LIST_AWAY, KN_LIST_NONE };
 
-#define KN_SLOT_NONE UINT32_MAX
+#define KN_SLOT_NONE   UINT32_MAX
+#define KN_MAX_SOURCES 4
+
+/* What sources were asked about a queued request. */
+enum kn_look { KN_LOOK_NONE, KN_LOOK_ASKING, KN_LOOK_KNOWN };
+
+/* One source's part in a look-up, and in the load that may follow. `find` and `load` are the
+ * source's between the call and done, which posts found or loaded to the engine. */
+struct kn_part {
+    struct kv_find find;
+    struct kv_load load;
+    struct bt_msg found, loaded;
+    atomic_int gate; /* who sees the answer first: the asking call, or found */
+    struct kn_sched *sched;
+    struct kn_seq *seq;
+    uint32_t source;   /* index in the scheduler's list */
+    bool asking;       /* find is not done */
+    bool open;         /* end is due */
+    bool loading;      /* load is not done */
+    uint32_t n_wanted; /* blocks to be loaded from here */
+    uint64_t asked_ns;
+    uint64_t found_ns, loaded_ns; /* written before found, loaded are posted */
+};
 
 struct kn_seq {
     struct bt_list link; /* in the scheduler's list of its state, by (claim, order) */
@@ -46,6 +68,7 @@ struct kn_seq {
 
     /* Prefix reuse; all NULL and 0 without an index. The pages of held blocks are the index's,
      * except where the request had computed the same block itself and could not change over. */
+    struct kv_key root;
     struct kv_key *keys; /* of full blocks, made when first needed */
     uint32_t n_keys;
     struct kv_block **blocks; /* [n_blocks] held, first to last; queued: [n_match] matched */
@@ -55,6 +78,21 @@ struct kn_seq {
     bool unlisted;          /* another block has a key of it: publishes no more */
     bool placed;            /* has had pages before: a hit now is no cache hit to tell */
     uint32_t cached_tokens; /* of the known ones, found when it first got pages */
+
+    /* Blocks from sources (fetch.c); parts is NULL without sources. */
+    struct kn_part *parts; /* [n_parts] asked, in order; what they found is one run */
+    uint32_t n_parts;
+    enum kn_look look;
+    uint32_t look_first;                      /* blocks that the pool had when they were asked */
+    uint64_t look_ns;                         /* when all had answered */
+    uint32_t n_remote_looks;                  /* since it was queued */
+    uint32_t n_loads;                         /* not done */
+    uint64_t load_ns;                         /* when the loads began */
+    uint64_t load_promised_ns, load_saves_ns; /* estimates: of the loads, of computing instead */
+    bool load_given_up;
+    uint32_t tail_tokens; /* preempted: of the block behind the full ones, kept by a source */
+    uint32_t tail_block;  /* its number */
+    struct kn_offer *tail_offer; /* under way; NULL = none */
 
     uint32_t slot;           /* KN_SLOT_NONE or its place among the rows */
     uint32_t step_tokens;    /* planned for this step */
@@ -92,6 +130,7 @@ struct kn_seq_cfg {
     uint32_t max_tokens; /* of prompt and answer together: context or pool, what is less */
     uint32_t page_tokens;
     uint32_t block_tokens; /* 0 = no prefix index */
+    uint32_t n_sources;
     const int32_t *eos;
     uint32_t n_eos;
 };

@@ -120,6 +120,16 @@ void kv_index_key(struct kv_index *x,
     cut(x, ret_key);
 }
 
+void kv_index_tail_key(struct kv_index *x,
+                       const struct kv_key *parent,
+                       const int32_t *ids,
+                       uint32_t n,
+                       struct kv_key *ret_key)
+{
+    kv_key_block(x->hasher, parent, ids, n, ret_key);
+    cut(x, ret_key);
+}
+
 int kv_index_root(struct kv_index *x,
                   const struct kv_key_root_args *args,
                   struct kv_key *ret_root,
@@ -195,20 +205,39 @@ void kv_index_hold(struct kv_index *x, struct kv_block *const *blocks, uint32_t 
     kv_index_tell_cached(x);
 }
 
+static void drop(struct kv_index *x, struct kv_block *b)
+{
+    BT_BUG_ON(b->n_refs == 0);
+    if (--b->n_refs == 0) {
+        b->used_ns = x->now_ns;
+        bt_list_push_back(&x->unheld, &b->link);
+        x->n_unheld++;
+        if (x->cfg.ledger) {
+            kv_ledger_mark_let_go(x->cfg.ledger, kv_index_slot(x, b));
+        }
+    }
+}
+
 void kv_index_drop(struct kv_index *x, struct kv_block *const *blocks, uint32_t n)
 {
     while (n-- > 0) {
-        struct kv_block *b = blocks[n];
+        drop(x, blocks[n]);
+    }
+    kv_index_tell_cached(x);
+}
 
-        BT_BUG_ON(b->n_refs == 0);
-        if (--b->n_refs == 0) {
-            b->used_ns = x->now_ns;
-            bt_list_push_back(&x->unheld, &b->link);
-            x->n_unheld++;
-            if (x->cfg.ledger) {
-                kv_ledger_mark_let_go(x->cfg.ledger, kv_index_slot(x, b));
-            }
-        }
+void kv_index_hold_to(struct kv_index *x, struct kv_block *last)
+{
+    for (; last; last = last->parent) {
+        hold(x, last);
+    }
+    kv_index_tell_cached(x);
+}
+
+void kv_index_drop_to(struct kv_index *x, struct kv_block *last)
+{
+    for (; last; last = last->parent) {
+        drop(x, last);
     }
     kv_index_tell_cached(x);
 }
@@ -309,6 +338,7 @@ void kv_index_remove(struct kv_index *x, struct kv_block *b)
         kv_ledger_unseal(x->cfg.ledger, kv_index_slot(x, b));
     }
     kv_pool_give(x->cfg.pool, b->pages, x->block_pages, KV_OWNER_INDEX);
+    b->generation = 0;
     b->next = x->unused;
     x->unused = b;
     x->stats.n_blocks--;

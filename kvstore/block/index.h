@@ -36,7 +36,7 @@ struct kv_block {
     uint32_t mark;       /* scratch of the caller, 0 in between */
     bool unchecked;      /* adopted, bytes not looked at yet; false for whatever is held */
     bool doomed;         /* the index's own */
-    uint64_t generation; /* of the entry; never used twice */
+    uint64_t generation; /* of the entry; never used twice; 0 = none */
     int32_t *ids;        /* [block_tokens] */
     uint32_t *pages;     /* [block_pages], owned by the index */
 };
@@ -83,6 +83,12 @@ void kv_index_key(struct kv_index *index,
                   const struct kv_key *parent,
                   const int32_t *ids,
                   struct kv_key *ret_key);
+/* Likewise of a tail: n tokens, fewer than a block's. */
+void kv_index_tail_key(struct kv_index *index,
+                       const struct kv_key *parent,
+                       const int32_t *ids,
+                       uint32_t n,
+                       struct kv_key *ret_key);
 /* Root of keys; computed once for all requests that may share blocks. */
 int kv_index_root(struct kv_index *index,
                   const struct kv_key_root_args *args,
@@ -103,6 +109,9 @@ kv_index_match(struct kv_index *index, const struct kv_chain *chain, struct kv_b
 /* Holds a run from the first block on, and lets it go. */
 void kv_index_hold(struct kv_index *index, struct kv_block *const *blocks, uint32_t n);
 void kv_index_drop(struct kv_index *index, struct kv_block *const *blocks, uint32_t n);
+/* The same for the run that ends with `last`. */
+void kv_index_hold_to(struct kv_index *index, struct kv_block *last);
+void kv_index_drop_to(struct kv_index *index, struct kv_block *last);
 
 enum kv_publish {
     KV_PUBLISH_NEW,       /* the pages are the index's now */

@@ -100,10 +100,11 @@ struct kv_source;
 struct kv_source_ops {
     const char *name;
     void (*find)(struct kv_source *src, struct kv_find *f);
-    /* Stops looking: done follows soon, as it stands then. */
+    /* Stops looking: done follows soon, as it stands then. Does nothing if done was called already
+     * or is being called on another thread. */
     void (*find_cancel)(struct kv_source *src, struct kv_find *f);
     void (*load)(struct kv_source *src, struct kv_load *l);
-    /* Gives up: done follows soon. */
+    /* Gives up: done follows soon. Does nothing if done was called already, as above. */
     void (*load_cancel)(struct kv_source *src, struct kv_load *l);
     /* After done of find and of its loads, on every way out: unpins. Safe when n is 0. */
     void (*end)(struct kv_source *src, struct kv_find *f);
