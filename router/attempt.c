@@ -76,6 +76,7 @@ static void fill_start(struct rt_request *req, Baton__V1__StartRequest *m)
     m->n_answered = req->answer.ids.n;
     m->answered = req->answer.ids.p;
     m->claim = req->claim;
+    m->cache_salt = req->cache_salt;
     if (req->deadline_ns != BT_NEVER_NS) {
         uint64_t now = rt_request_now(req);
 

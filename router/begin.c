@@ -7,7 +7,8 @@
 
 #include <stdlib.h>
 
-#define MAX_CLIENT_ID 256
+#define MAX_CLIENT_ID  256
+#define MAX_CACHE_SALT 256
 
 /* Length limits come before the sampling ranges: max_tokens depends on them. */
 static int take_limits(struct rt_request *req, struct bt_err *err)
@@ -64,6 +65,10 @@ take_message(struct rt_request *req, const Baton__V1__GenerateRequest *m, struct
         return BT_FAIL(err, BT_E_INVALID, "request_id has %zu bytes, at most %d",
                        strlen(m->request_id), MAX_CLIENT_ID);
     }
+    if (strlen(m->cache_salt) > MAX_CACHE_SALT) {
+        return BT_FAIL(err, BT_E_INVALID, "cache_salt has %zu bytes, at most %d",
+                       strlen(m->cache_salt), MAX_CACHE_SALT);
+    }
     if ((rc = take_path(req, (int)m->path, err)) < 0 ||
         (rc = wire_sampling_from_client(m->sampling, m->stopping, &req->sampling, &has_seed, err)) <
             0) {
@@ -81,7 +86,9 @@ take_message(struct rt_request *req, const Baton__V1__GenerateRequest *m, struct
         req->sampling.s.seed = rt_random(req->router);
     }
     req->client_id = strdup(m->request_id);
-    return req->client_id ? BT_OK : BT_FAIL(err, BT_E_NOMEM, "no memory for a request");
+    req->cache_salt = strdup(m->cache_salt);
+    return req->client_id && req->cache_salt ? BT_OK
+                                             : BT_FAIL(err, BT_E_NOMEM, "no memory for a request");
 }
 
 /* The prompt is there: checks it and looks for nodes. */

@@ -80,6 +80,7 @@ void rt_request_closed(struct rt_request *req)
     bt_ids_fini(&req->prompt);
     free(req->early);
     free(req->client_id);
+    free(req->cache_salt);
     free(req);
 }
 

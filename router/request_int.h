@@ -12,6 +12,7 @@ struct rt_request {
     enum rt_request_state state;
     char id[20];
     char *client_id;
+    char *cache_salt;
     bool first_sent;
 
     struct rt_tok_job *job; /* TOKENIZE: a long text on its way */

@@ -29,6 +29,7 @@
 /* Embed in the binary's config struct; BT_CLUSTER_CONF_ROWS(struct x, field) into its table. */
 struct bt_cluster_conf {
     char *name;
+    char *secret;
     struct bt_conf_list seeds;
     uint64_t lease_ns, poll_ns;
     char *redis_address; /* empty = no Redis */
@@ -39,6 +40,9 @@ struct bt_cluster_conf {
 #define BT_CLUSTER_CONF_ROWS(S, f)                                                                 \
     BT_CONF_STR(S, f.name, "cluster.name", "default", BT_MEMBER_NAME_MAX,                          \
                 "Nodes of one cluster share this name."),                                          \
+        BT_CONF_SECRET_STR(S, f.secret, "cluster.secret", 512,                                     \
+                           "Part of every block key: who lacks it cannot make keys that match. "   \
+                           "The same in all processes that share blocks."),                        \
         BT_CONF_LIST(S, f.seeds, "cluster.seeds", "", 256,                                         \
                      "Nodes that are always members: [name@]host:port of their gRPC server."),     \
         BT_CONF_DURATION(S, f.lease_ns, "cluster.lease", "6s", 300, 600000,                        \

@@ -92,6 +92,19 @@ static void on_output(void *arg, const struct kn_output *out)
 
 /* ---- messages ---- */
 
+/* Requests with different salts never share a block: their keys have different roots. */
+static void set_root(struct kn_engine *e, struct kn_seq *s)
+{
+    struct kv_key_root_args key = e->key;
+
+    s->root = e->root;
+    if (e->index && s->cache_salt[0]) {
+        key.tenant_salt = bt_str_of(s->cache_salt);
+        /* Its length was checked. */
+        BT_BUG_ON(kv_index_root(e->index, &key, &s->root, NULL) != BT_OK);
+    }
+}
+
 static void handle_submit(struct bt_msg *msg, void *consumer)
 {
     struct kn_seq *s = BT_CONTAINER_OF(msg, struct kn_seq, submit);
@@ -104,7 +117,7 @@ static void handle_submit(struct bt_msg *msg, void *consumer)
         on_output(e, &out);
         kn_seq_destroy(s);
     } else {
-        s->root = e->root;
+        set_root(e, s);
         kn_sched_add(e->sched, s);
     }
     atomic_store_explicit(&e->stats.waiting, kn_sched_stats(e->sched).n_state[KN_SEQ_WAITING],
@@ -312,6 +325,28 @@ static int create_exec(struct kn_engine *e, struct bt_err *err)
     return kn_exec_create(&cfg, &e->exec, err);
 }
 
+/* A copy of what keys are made of: requests with a salt have a root of their own. */
+static int keep_key_args(struct kn_engine *e, struct bt_err *err)
+{
+    const struct kv_key_root_args *from = &e->cfg.key;
+
+    e->key = *from;
+    e->secret = bt_calloc(from->secret.n + 1, 1);
+    if (!e->secret) {
+        return BT_FAIL(err, BT_E_NOMEM, "engine: no memory");
+    }
+    if (from->secret.n > 0) {
+        memcpy(e->secret, from->secret.p, from->secret.n);
+    }
+    memcpy(e->model_digest, from->model_digest, sizeof(e->model_digest));
+    kv_layout_digest(kv_pool_layout(e->pool), e->kv_format);
+    e->key.secret.p = e->secret;
+    e->key.model_digest = e->model_digest;
+    e->key.kv_format_digest = e->kv_format;
+    e->key.numerics = bt_str_of(kn_engine_numerics(e));
+    return BT_OK;
+}
+
 /* After the executor: its numerics are part of the keys. */
 static int create_index(struct kn_engine *e, struct bt_err *err)
 {
@@ -321,18 +356,14 @@ static int create_index(struct kn_engine *e, struct bt_err *err)
         .key_bits = e->cfg.key_bits,
         .sink = kn_note_sink(e),
     };
-    struct kv_key_root_args key = e->cfg.key;
-    uint8_t format[32];
     int rc;
 
     if (e->cfg.block_tokens == 0) {
         return BT_OK;
     }
-    kv_layout_digest(kv_pool_layout(e->pool), format);
-    key.kv_format_digest = format;
-    key.numerics = bt_str_of(kn_engine_numerics(e));
-    rc = kv_index_create(&cfg, &e->index, err);
-    return rc < 0 ? rc : kv_index_root(e->index, &key, &e->root, err);
+    rc = keep_key_args(e, err);
+    rc = rc < 0 ? rc : kv_index_create(&cfg, &e->index, err);
+    return rc < 0 ? rc : kv_index_root(e->index, &e->key, &e->root, err);
 }
 
 /* Any thread. The engine takes messages until nothing is under way any more. */
@@ -396,7 +427,7 @@ int kn_engine_create(const struct kn_engine_cfg *cfg,
     rc = rc < 0 ? rc : create_exec(e, err);
     rc = rc < 0 ? rc : create_index(e, err);
     rc = rc < 0 ? rc : create_sched(e, err);
-    memset(&e->cfg.key, 0, sizeof(e->cfg.key)); /* was borrowed */
+    memset(&e->cfg.key, 0, sizeof(e->cfg.key)); /* was borrowed, e->key is ours */
     rc = rc < 0 ? rc : bt_eventfd_create(&e->wake_fd, err);
     if (rc < 0) {
         kn_engine_destroy(e);
@@ -441,6 +472,10 @@ void kn_engine_destroy(struct kn_engine *e)
     bt_mailbox_fini(&e->mailbox);
     bt_close_fd(&e->wake_fd);
     free(e->drawn);
+    if (e->secret) {
+        explicit_bzero(e->secret, e->key.secret.n);
+        free(e->secret);
+    }
     free(e->notes.events);
     free(e);
 }
@@ -503,6 +538,10 @@ check_submit(const struct kn_engine *e, const struct kn_submit_args *a, struct b
     if (a->n_answered >= a->sampling->max_tokens) {
         return BT_FAIL(err, BT_E_INVALID, "%zu tokens are answered, max_tokens is %u",
                        a->n_answered, a->sampling->max_tokens);
+    }
+    if (a->cache_salt && strlen(a->cache_salt) > KV_KEY_FIELD_MAX) {
+        return BT_FAIL(err, BT_E_INVALID, "the cache salt has %zu bytes, at most %d",
+                       strlen(a->cache_salt), KV_KEY_FIELD_MAX);
     }
     if (check_ids(e, a->prompt, a->n_prompt, err) < 0) {
         return BT_E_INVALID;

@@ -130,8 +130,10 @@ struct kn_submit_args {
                                 number. Copied. */
     size_t n_answered;
     const struct wire_sampling *sampling; /* deep-copied; checked by the caller against V */
-    uint64_t claim;                       /* smaller = older */
-    uint64_t deadline_ns;                 /* BT_NEVER_NS = none; then BT_E_DEADLINE */
+    const char *cache_salt; /* only requests with the same share blocks; NULL or empty = all that
+                               give none. At most KV_KEY_FIELD_MAX bytes. Copied. */
+    uint64_t claim;         /* smaller = older */
+    uint64_t deadline_ns;   /* BT_NEVER_NS = none; then BT_E_DEADLINE */
     /* Handoff legs. Strings are copied. */
     struct kv_handoff_id handoff;
     const char *peer_name;

@@ -11,8 +11,11 @@ struct kn_engine {
     int max_ctx;         /* tokens of prompt and answer together */
     uint32_t max_tokens; /* the same, or the pool's where that is less */
     struct kv_pool *pool;
-    struct kv_index *index; /* engine thread; NULL = no prefix reuse */
-    struct kv_key root;     /* of block keys */
+    struct kv_index *index;      /* engine thread; NULL = no prefix reuse */
+    struct kv_key root;          /* of block keys, without a salt */
+    struct kv_key_root_args key; /* what they are made of, in memory of our own */
+    char *secret;
+    uint8_t model_digest[32], kv_format[32];
     struct kn_exec *exec;
     struct kn_sched *sched;     /* engine thread */
     struct kn_token *drawn;     /* [max_running] */

@@ -96,6 +96,7 @@ int kn_seq_create(const struct kn_submit_args *a,
     max_total = s->n_prompt + BT_MAX(s->max_answer, s->n_answered);
     s->handoff = a->handoff;
     s->peer_incarnation = a->peer_incarnation;
+    s->cache_salt = strdup(a->cache_salt ? a->cache_salt : "");
     s->peer_name = strdup(a->peer_name ? a->peer_name : "");
     s->peer_address = strdup(a->peer_address ? a->peer_address : "");
     s->ids = bt_calloc((size_t)max_total + KV_HANDOFF_MAX_FIRST, sizeof(*s->ids));
@@ -110,7 +111,7 @@ int kn_seq_create(const struct kn_submit_args *a,
     }
     if ((cfg->block_tokens > 0 && (!s->keys || !s->blocks || (cfg->n_sources && !s->parts))) ||
         !copy_sampling(s, a->sampling, cfg) || !s->ids || !s->pages || !s->peer_name ||
-        !s->peer_address) {
+        !s->peer_address || !s->cache_salt) {
         kn_seq_destroy(s);
         return BT_FAIL(err, BT_E_NOMEM, "request: no memory for %zu tokens", (size_t)max_total);
     }
@@ -136,6 +137,7 @@ void kn_seq_destroy(struct kn_seq *s)
     free(s->keys);
     free(s->blocks);
     free(s->parts);
+    free(s->cache_salt);
     free(s->peer_name);
     free(s->peer_address);
     free(s);

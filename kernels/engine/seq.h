@@ -68,6 +68,7 @@ struct kn_seq {
 
     /* Prefix reuse; all NULL and 0 without an index. The pages of held blocks are the index's,
      * except where the request had computed the same block itself and could not change over. */
+    char *cache_salt;
     struct kv_key root;
     struct kv_key *keys; /* of full blocks, made when first needed */
     uint32_t n_keys;

@@ -125,6 +125,7 @@ int kn_start_stream(struct kn_session *ses, const Baton__V1__StartRequest *req, 
         .n_prompt = req->n_prompt,
         .answered = req->answered,
         .n_answered = req->n_answered,
+        .cache_salt = req->cache_salt,
         .claim = req->claim,
         .deadline_ns = BT_NEVER_NS,
     };

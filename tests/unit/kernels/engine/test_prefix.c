@@ -14,6 +14,7 @@ struct ask {
     int32_t prompt[MAX_CTX];
     uint32_t n_prompt, max_tokens, seed; /* seed 0 = greedy */
     uint64_t claim;
+    const char *salt;
 };
 
 static void fill(int32_t *ids, uint32_t from, uint32_t to, uint32_t family)
@@ -43,6 +44,7 @@ static void submit(struct rig *r, const struct ask *q, uint64_t tag)
                                .n_prompt = q->n_prompt,
                                .sampling = &s,
                                .claim = q->claim,
+                               .cache_salt = q->salt,
                                .deadline_ns = BT_NEVER_NS};
 
     wire_sampling_defaults(&s);
@@ -157,6 +159,25 @@ static void test_turns(void **state)
         }
         close_rig(&r);
     }
+}
+
+/* Another salt never hits, whatever lies there. */
+static void test_salts_share_nothing(void **state)
+{
+    static const char *const salts[] = {NULL, "a", "b", ""};
+    struct ask q = make_ask(5, 4 * BLOCK + 1, 0);
+    struct rig r;
+
+    open_rig(&r, (struct rig_opts){1, 8, 512, 8, 256, .block = BLOCK});
+    for (uint64_t tag = 0; tag < 12; tag++) {
+        uint32_t cached = tag < 3 ? 0 : 4 * BLOCK;
+
+        q.salt = salts[tag % 4];
+        assert_int_equal(run_alone(&r, &q, tag), q.n_prompt - cached + q.max_tokens - 1);
+        assert_int_equal(r.results[tag].cached, cached);
+        check(&r, tag, &q);
+    }
+    close_rig(&r);
 }
 
 /* 64 requests with one long prefix meet on a cold engine, then again on a warm one. */
@@ -285,6 +306,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_SCHED_03_lengths),
         cmocka_unit_test(test_turns),
+        cmocka_unit_test(test_salts_share_nothing),
         cmocka_unit_test(test_PFX_03_same_prefix_at_once),
         cmocka_unit_test(test_PFX_01_collisions),
         cmocka_unit_test(test_short_of_pages),
