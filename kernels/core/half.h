@@ -58,6 +58,17 @@ static inline float kn_bf16_to_f32(uint16_t h)
     return kn_f32_from_bits((uint32_t)h << 16);
 }
 
+/* Nearest, ties to even; NaN stays NaN. */
+static inline uint16_t kn_f32_to_bf16(float f)
+{
+    uint32_t u = kn_bits_of_f32(f);
+
+    if ((u & 0x7fffffffu) > 0x7f800000u) {
+        return (uint16_t)(u >> 16 | 0x40);
+    }
+    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
 static inline uint16_t kn_load_u16(const void *p)
 {
     uint16_t u;

@@ -58,6 +58,7 @@ struct kn_weight {
     int n; /* outputs, all parts */
     int n_parts;
     struct kn_weight_part part[KN_MAX_PARTS];
+    void *handle; /* of a device (kernels/core/device.h), which owns it; NULL on the CPU */
 };
 
 /* A block of activations whose largest magnitude is not above this is quantized to zeros (127 / max
@@ -164,16 +165,15 @@ enum kn_op {
     KN_OP_COUNT
 };
 
-enum kn_device {
+enum kn_device_kind {
     KN_DEVICE_CPU,
-    KN_DEVICE_CUDA, /* its place: kernels/cuda, built with -Dcuda=enabled; rows come from a plugin
-                     */
+    KN_DEVICE_CUDA, /* kernels/core/device.h; has no table of ops */
 };
 
 struct kn_ops {
     const char *isa;      /* "ref", "avx2", "avx512", "amx" */
     const char *numerics; /* numerics id: bits are equal within one */
-    enum kn_device device;
+    enum kn_device_kind device;
     enum kn_format format; /* of kn_weight_part.data */
 #define KN_OP(name, dtypes, what)                                                                  \
     void (*name)(struct kn_stream * stream, const struct kn_##name##_args *args);

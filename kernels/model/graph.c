@@ -4,19 +4,24 @@
 #include <math.h>
 
 /* Rows of x and h are as wide as what they hold; nothing pads. */
-void kn_f_embed(struct kn_fwd *f, float *out)
+void kn_f_embed(struct kn_fwd *f)
 {
+    float *out = f->x;
     struct kn_embed_args a = {.table = f->w->embed,
                               .ids = f->b->ids,
                               .n_rows = f->n_rows,
                               .out = out,
                               .out_stride = (size_t)f->c->d_model};
 
+    if (f->device) {
+        f->device_ops->embed(f->device, f->w->embed_data);
+        return;
+    }
     f->ops->embed(f->stream, &a);
     kn_tap(f, out, f->c->d_model, "embed", -1);
 }
 
-void kn_f_norm(struct kn_fwd *f, const float *x, const float *w, float *out)
+static void norm(struct kn_fwd *f, const float *x, const float *w, float *out)
 {
     size_t e = (size_t)f->c->d_model;
     struct kn_rmsnorm_args a = {.x = x,
@@ -32,7 +37,8 @@ void kn_f_norm(struct kn_fwd *f, const float *x, const float *w, float *out)
     f->ops->rmsnorm(f->stream, &a);
 }
 
-void kn_f_head_norm(struct kn_fwd *f, float *x, int n_heads, const float *w)
+/* Norm of each head inside rows of qkv. */
+static void head_norm(struct kn_fwd *f, float *x, int n_heads, const float *w)
 {
     size_t stride = (size_t)kn_f_qkv_width(f);
     struct kn_rmsnorm_args a = {.x = x,
@@ -62,17 +68,7 @@ matmul(struct kn_fwd *f, const float *x, const struct kn_weight *w, bool add, fl
     f->ops->matmul(f->stream, &a);
 }
 
-void kn_f_matmul(struct kn_fwd *f, const float *x, const struct kn_weight *w, float *out)
-{
-    matmul(f, x, w, false, out);
-}
-
-void kn_f_matmul_add(struct kn_fwd *f, const float *x, const struct kn_weight *w, float *out)
-{
-    matmul(f, x, w, true, out);
-}
-
-void kn_f_rope(struct kn_fwd *f, float *x, int n_heads)
+static void rope(struct kn_fwd *f, float *x, int n_heads)
 {
     struct kn_rope_args a = {.x = x,
                              .x_stride = (size_t)kn_f_qkv_width(f),
@@ -85,7 +81,8 @@ void kn_f_rope(struct kn_fwd *f, float *x, int n_heads)
     f->ops->rope(f->stream, &a);
 }
 
-void kn_f_kv_write(struct kn_fwd *f, int il)
+/* Writes k and v of layer il to the pages, then tells the batch's owner. */
+static void kv_write(struct kn_fwd *f, int il)
 {
     struct kn_kv_write_args a = {.k = kn_f_k(f),
                                  .v = kn_f_v(f),
@@ -100,6 +97,27 @@ void kn_f_kv_write(struct kn_fwd *f, int il)
     if (f->b->layer_done) {
         f->b->layer_done(f->b->layer_done_arg, il);
     }
+}
+
+void kn_f_qkv(struct kn_fwd *f, int il)
+{
+    const struct kn_layer *l = &f->w->layers[il];
+    struct kn_device_qkv a = {
+        .layer = il, .norm = l->attn_norm, .w = &l->qkv, .q_norm = l->q_norm, .k_norm = l->k_norm};
+
+    if (f->device) {
+        f->device_ops->qkv(f->device, &a);
+        return;
+    }
+    norm(f, f->x, l->attn_norm, f->h);       /* h   [T, E] */
+    matmul(f, f->h, &l->qkv, false, f->qkv); /* qkv [T, HD + 2 KD] */
+    if (l->q_norm) {
+        head_norm(f, kn_f_q(f), f->c->n_heads, l->q_norm);    /* q [T, H, D] */
+        head_norm(f, kn_f_k(f), f->c->n_kv_heads, l->k_norm); /* k [T, Hkv, D] */
+    }
+    rope(f, kn_f_q(f), f->c->n_heads);    /* q [T, H, D] */
+    rope(f, kn_f_k(f), f->c->n_kv_heads); /* k [T, Hkv, D] */
+    kv_write(f, il);
 }
 
 void kn_f_keep_wanted(struct kn_fwd *f, int il)
@@ -120,7 +138,14 @@ void kn_f_keep_wanted(struct kn_fwd *f, int il)
                                .out = f->qkv,
                                .out_stride = qkv};
 
-    if (il != f->c->n_layers - 1 || f->n_wanted == f->n_rows) {
+    if (il != f->c->n_layers - 1) {
+        return;
+    }
+    if (f->device) {
+        f->device_ops->keep_wanted(f->device);
+        return;
+    }
+    if (f->n_wanted == f->n_rows) {
         return;
     }
     f->ops->gather(f->stream, &x);
@@ -129,8 +154,9 @@ void kn_f_keep_wanted(struct kn_fwd *f, int il)
     f->seqs = f->wanted_seqs;
 }
 
-void kn_f_attention(struct kn_fwd *f, int il, float *out)
+void kn_f_attention(struct kn_fwd *f, int il)
 {
+    float *out = f->h;
     struct kn_attention_args a = {.q = kn_f_q(f),
                                   .q_stride = (size_t)kn_f_qkv_width(f),
                                   .n_heads = f->c->n_heads,
@@ -143,11 +169,27 @@ void kn_f_attention(struct kn_fwd *f, int il, float *out)
                                   .out = out,
                                   .out_stride = (size_t)kn_f_q_width(f)};
 
+    if (f->device) {
+        f->device_ops->attention(f->device, il);
+        return;
+    }
     f->ops->attention(f->stream, &a);
     kn_tap(f, out, kn_f_q_width(f), "attn_heads", il);
 }
 
-void kn_f_swiglu(struct kn_fwd *f, const float *x, float *out)
+void kn_f_attn_out(struct kn_fwd *f, int il)
+{
+    const struct kn_layer *l = &f->w->layers[il];
+
+    if (f->device) {
+        f->device_ops->attn_out(f->device, &l->o);
+        return;
+    }
+    matmul(f, f->h, &l->o, true, f->x); /* x [T, E] */
+    kn_tap(f, f->x, f->c->d_model, "attn_out", il);
+}
+
+static void swiglu(struct kn_fwd *f, const float *x, float *out)
 {
     struct kn_swiglu_args a = {.x = x,
                                .x_stride = 2 * (size_t)f->c->d_ff,
@@ -162,17 +204,26 @@ void kn_f_swiglu(struct kn_fwd *f, const float *x, float *out)
 void kn_f_ffn(struct kn_fwd *f, int il)
 {
     const struct kn_layer *l = &f->w->layers[il];
+    struct kn_device_ffn a = {.norm = l->ffn_norm, .gu = &l->gu, .down = &l->down};
 
-    kn_f_norm(f, f->x, l->ffn_norm, f->h);      /* h   [T, E] */
-    kn_f_matmul(f, f->h, &l->gu, f->gu);        /* gu  [T, 2F] */
-    kn_f_swiglu(f, f->gu, f->act);              /* act [T, F] */
-    kn_f_matmul_add(f, f->act, &l->down, f->x); /* x   [T, E] */
+    if (f->device) {
+        f->device_ops->ffn(f->device, &a);
+        return;
+    }
+    norm(f, f->x, l->ffn_norm, f->h);        /* h   [T, E] */
+    matmul(f, f->h, &l->gu, false, f->gu);   /* gu  [T, 2F] */
+    swiglu(f, f->gu, f->act);                /* act [T, F] */
+    matmul(f, f->act, &l->down, true, f->x); /* x   [T, E] */
     kn_tap(f, f->x, f->c->d_model, "ffn_out", il);
 }
 
 void kn_f_logits(struct kn_fwd *f)
 {
-    kn_f_norm(f, f->x, f->w->out_norm, f->h); /* h      [T, E] */
+    if (f->device) {
+        f->device_ops->logits(f->device, f->w->out_norm, &f->w->output);
+        return;
+    }
+    norm(f, f->x, f->w->out_norm, f->h); /* h      [T, E] */
     kn_tap(f, f->h, f->c->d_model, "out_norm", -1);
-    kn_f_matmul(f, f->h, &f->w->output, f->b->logits); /* logits [T, V] */
+    matmul(f, f->h, &f->w->output, false, f->b->logits); /* logits [T, V] */
 }

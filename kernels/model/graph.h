@@ -1,5 +1,7 @@
-/* The vocabulary of the architecture files: one short call per op, arguments filled from the state
- * of the forward pass. Widths in comments use the letters of kernels/README.md. */
+/* The vocabulary of the architecture files: one short call for each step of a block, arguments
+ * filled from the state of the forward pass. On the CPU a step runs as several ops of the table
+ * (kernels/core/ops.h), on a device as few fused kernels (kernels/core/device.h). Widths in
+ * comments use the letters of kernels/README.md. */
 #ifndef KN_MODEL_GRAPH_H
 #define KN_MODEL_GRAPH_H
 
@@ -41,21 +43,15 @@ static inline float *kn_f_v(const struct kn_fwd *f)
     ((f)->tap ? (f)->tap((f)->tap_arg, name, il, p, (f)->n_rows, width) : (void)0)
 #endif
 
-void kn_f_embed(struct kn_fwd *f, float *out);                                /* out [T, E] */
-void kn_f_norm(struct kn_fwd *f, const float *x, const float *w, float *out); /* out [T, E] */
-/* Norm of each head inside rows of qkv. */
-void kn_f_head_norm(struct kn_fwd *f, float *x, int n_heads, const float *w);
-void kn_f_matmul(struct kn_fwd *f, const float *x, const struct kn_weight *w, float *out);
-void kn_f_matmul_add(struct kn_fwd *f, const float *x, const struct kn_weight *w, float *out);
-void kn_f_rope(struct kn_fwd *f, float *x, int n_heads);
-/* Writes k and v of layer il to the pages, then tells the batch's owner. */
-void kn_f_kv_write(struct kn_fwd *f, int il);
+void kn_f_embed(struct kn_fwd *f); /* x [T, E] */
+/* From x: norm, projection with its biases, norms of each head of q and k where the layer has them,
+ * rotary embedding; K and V go to their pages, then the batch's owner is told. */
+void kn_f_qkv(struct kn_fwd *f, int il); /* q [T, H, D] in rows of qkv */
 /* In the last layer: only rows that want logits stay in x and q. */
 void kn_f_keep_wanted(struct kn_fwd *f, int il);
-void kn_f_attention(struct kn_fwd *f, int il, float *out);      /* out [T, HD] */
-void kn_f_swiglu(struct kn_fwd *f, const float *x, float *out); /* x [T, 2F] -> out [T, F] */
-
-/* The feed-forward half of a block that the architectures share: x += down(silu(gate) * up). */
+void kn_f_attention(struct kn_fwd *f, int il); /* h [T, HD] */
+void kn_f_attn_out(struct kn_fwd *f, int il);  /* x [T, E] += o h */
+/* The feed-forward half of a block: x += down(silu(gate) * up). */
 void kn_f_ffn(struct kn_fwd *f, int il);
 /* Final norm and output projection of the rows left. */
 void kn_f_logits(struct kn_fwd *f);

@@ -19,9 +19,10 @@ struct kn_model {
     struct kn_stream stream;
     struct kn_weights weights;
     struct kn_fwd fwd;
-    struct kn_seq_rows *all_seqs; /* fwd.seqs at the start of a pass */
-    float *freqs;                 /* [D/2] */
-    void *work;                   /* one mapping that holds all arrays of fwd and stream */
+    struct kn_device_seq *device_seqs; /* [max_batch_seqs] */
+    struct kn_seq_rows *all_seqs;      /* fwd.seqs at the start of a pass */
+    float *freqs;                      /* [D/2] */
+    void *work;                        /* one mapping that holds all arrays of fwd and stream */
     size_t work_bytes;
 };
 
@@ -114,16 +115,81 @@ static int alloc_work(struct kn_model *m, struct bt_err *err)
     return BT_OK;
 }
 
-int kn_model_create(const struct kn_model_cfg *cfg, struct kn_model **ret_model, struct bt_err *err)
+/* What weights are on a device, and activations with them. */
+static enum bt_dtype device_dtype(const struct bt_model_file *file)
 {
-    struct kn_model *m;
-    const struct kn_ops *ops;
-    int rc = check_cfg(cfg, err);
+    const struct bt_tensor *t = bt_model_tensor(file, "blk.0.attn_q.weight");
+
+    return t && t->dtype == BT_DTYPE_F16 ? BT_DTYPE_F16 : BT_DTYPE_BF16;
+}
+
+static int create_on_device(struct kn_model *m, struct bt_err *err)
+{
+    const struct bt_model_config *c = bt_model_config(m->cfg.file);
+    const struct kn_device_ops *ops = m->cfg.device;
+    float freqs[KN_MAX_HEAD_DIM / 2];
+    struct kn_device_cfg cfg = {
+        .model = c,
+        .dtype = device_dtype(m->cfg.file),
+        .max_batch_tokens = m->cfg.max_batch_tokens,
+        .max_batch_seqs = m->cfg.max_batch_seqs,
+        .max_outputs = m->cfg.max_outputs,
+        .max_ctx = m->cfg.max_ctx,
+        .page_tokens = m->cfg.page_tokens,
+        .freqs = freqs,
+        .invariant = m->cfg.invariant,
+    };
+    struct kn_weights_to to = {
+        .device_ops = ops, .dtype = cfg.dtype, .random_seed = m->cfg.random_seed};
+    int rc;
+
+    m->device_seqs = bt_calloc((size_t)m->cfg.max_batch_seqs, sizeof(*m->device_seqs));
+    if (!m->device_seqs) {
+        return BT_FAIL(err, BT_E_NOMEM, "model: out of memory");
+    }
+    bt_model_rope_freqs(m->cfg.file, freqs);
+    rc = ops->open(&cfg, &m->fwd.device, err);
+    if (rc < 0) {
+        return rc;
+    }
+    m->fwd.device_ops = ops;
+    to.device = m->fwd.device;
+    return kn_weights_load(m->cfg.file, m->arch, &to, &m->weights, err);
+}
+
+static int create_on_cpu(struct kn_model *m, const char *isa, struct bt_err *err)
+{
+    struct kn_weights_to to = {0};
+    int rc = kn_ops_select(isa, &to.ops, err);
 
     if (rc < 0) {
         return rc;
     }
-    rc = kn_ops_select(cfg->isa, &ops, err);
+    rc = kn_team_create(m->cfg.n_threads, &m->team, err);
+    if (rc < 0) {
+        return rc;
+    }
+    rc = alloc_work(m, err);
+    if (rc < 0) {
+        return rc;
+    }
+    to.team = m->team;
+    rc = kn_weights_load(m->cfg.file, m->arch, &to, &m->weights, err);
+    if (rc < 0) {
+        return rc;
+    }
+    bt_model_rope_freqs(m->cfg.file, m->freqs);
+    m->stream.team = m->team;
+    m->fwd.ops = kn_profile_wrap(to.ops);
+    m->fwd.stream = &m->stream;
+    return BT_OK;
+}
+
+int kn_model_create(const struct kn_model_cfg *cfg, struct kn_model **ret_model, struct bt_err *err)
+{
+    struct kn_model *m;
+    int rc = check_cfg(cfg, err);
+
     if (rc < 0) {
         return rc;
     }
@@ -135,30 +201,15 @@ int kn_model_create(const struct kn_model_cfg *cfg, struct kn_model **ret_model,
     m->cfg.isa = NULL;
     m->arch = arch_of(bt_model_config(cfg->file));
     m->weights.region.fd = -1;
-    rc = kn_team_create(cfg->n_threads, &m->team, err);
-    if (rc < 0) {
-        goto fail;
-    }
-    rc = alloc_work(m, err);
-    if (rc < 0) {
-        goto fail;
-    }
-    rc = kn_weights_load(cfg->file, m->arch, ops, m->team, &m->weights, err);
-    if (rc < 0) {
-        goto fail;
-    }
-    bt_model_rope_freqs(cfg->file, m->freqs);
-    m->stream.team = m->team;
-    m->fwd.ops = kn_profile_wrap(ops);
-    m->fwd.stream = &m->stream;
     m->fwd.c = bt_model_config(cfg->file);
     m->fwd.w = &m->weights;
+    rc = cfg->device ? create_on_device(m, err) : create_on_cpu(m, cfg->isa, err);
+    if (rc < 0) {
+        kn_model_destroy(m);
+        return rc;
+    }
     *ret_model = m;
     return BT_OK;
-
-fail:
-    kn_model_destroy(m);
-    return rc;
 }
 
 void kn_model_destroy(struct kn_model *m)
@@ -166,11 +217,15 @@ void kn_model_destroy(struct kn_model *m)
     if (!m) {
         return;
     }
+    if (m->fwd.device) {
+        m->fwd.device_ops->close(m->fwd.device);
+    }
     kn_weights_free(&m->weights);
     if (m->work) {
         munmap(m->work, m->work_bytes);
     }
     kn_team_destroy(m->team);
+    free(m->device_seqs);
     free(m);
 }
 
@@ -181,7 +236,7 @@ const struct bt_model_config *kn_model_config(const struct kn_model *m)
 
 const char *kn_model_numerics(const struct kn_model *m)
 {
-    return m->fwd.ops->numerics;
+    return m->fwd.device ? m->fwd.device_ops->numerics(m->fwd.device) : m->fwd.ops->numerics;
 }
 
 void kn_model_set_tap(struct kn_model *m, kn_tap_fn fn, void *arg)
@@ -260,12 +315,74 @@ static int check_layout(const struct kn_model *m, const struct kv_layout *l, str
     return BT_OK;
 }
 
+static void record(void *arg)
+{
+    struct kn_model *m = arg;
+
+    m->arch->forward(&m->fwd);
+}
+
+int kn_model_submit(struct kn_model *m, const struct kn_batch *b, struct bt_err *err)
+{
+    struct kn_device_batch batch = {.n_tokens = b->n_tokens,
+                                    .ids = b->ids,
+                                    .n_seqs = b->n_seqs,
+                                    .seqs = m->device_seqs,
+                                    .kv = b->kv,
+                                    .layout = b->layout};
+    int rc = check_layout(m, b->layout, err);
+
+    if (rc < 0) {
+        return rc;
+    }
+    if (!m->fwd.device || b->n_seqs < 1 || b->n_seqs > m->cfg.max_batch_seqs) {
+        return BT_FAIL(err, BT_E_INVALID, "batch of %d sequences for a device; at most %d",
+                       b->n_seqs, m->cfg.max_batch_seqs);
+    }
+    for (int i = 0; i < b->n_seqs; i++) {
+        const struct kn_batch_seq *s = &b->seqs[i];
+
+        if (s->n_tokens < 1 || s->pos < 0 || s->pos > m->cfg.max_ctx - s->n_tokens) {
+            return BT_FAIL(err, BT_E_INVALID,
+                           "batch: sequence %d has %d tokens from position %d; context %d", i,
+                           s->n_tokens, s->pos, m->cfg.max_ctx);
+        }
+        m->device_seqs[i] = (struct kn_device_seq){.n_tokens = s->n_tokens,
+                                                   .pos = s->pos,
+                                                   .pages = s->pages,
+                                                   .want_logits = s->want_logits,
+                                                   .draw = s->draw};
+    }
+    return m->fwd.device_ops->pass(m->fwd.device, &batch, record, m, err);
+}
+
+int kn_model_wait(struct kn_model *m, int32_t *drawn, float *logits, struct bt_err *err)
+{
+    return m->fwd.device_ops->wait(m->fwd.device, drawn, logits, err);
+}
+
+static int forward_on_device(struct kn_model *m, const struct kn_batch *b, struct bt_err *err)
+{
+    int rc = kn_model_submit(m, b, err);
+
+    if (rc == BT_OK) {
+        rc = kn_model_wait(m, NULL, b->logits, err);
+    }
+    for (int il = 0; rc == BT_OK && b->layer_done && il < m->fwd.c->n_layers; il++) {
+        b->layer_done(b->layer_done_arg, il);
+    }
+    return rc;
+}
+
 int kn_model_forward(struct kn_model *m, const struct kn_batch *b, struct bt_err *err)
 {
     int rc;
 
     if (b->n_seqs == 0) {
         return BT_OK;
+    }
+    if (m->fwd.device) {
+        return forward_on_device(m, b, err);
     }
     rc = check_layout(m, b->layout, err);
     if (rc < 0) {

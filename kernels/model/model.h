@@ -13,6 +13,8 @@
 #include "kvstore/block/layout.h"
 
 struct kn_model;
+struct kn_device_ops;
+struct kn_device_draw;
 
 struct kn_model_cfg {
     const struct bt_model_file *file; /* borrowed, must outlive the model */
@@ -22,6 +24,11 @@ struct kn_model_cfg {
     int max_batch_seqs;
     int max_outputs; /* most rows of logits in one pass */
     int max_ctx;     /* longest sequence in tokens */
+    /* A device back end (kernels/core/device.h), or NULL: the CPU, and the rest is not used. */
+    const struct kn_device_ops *device;
+    int page_tokens;      /* of the pool that passes will use */
+    bool invariant;       /* bits do not depend on batch and chunks; always so on the CPU */
+    uint64_t random_seed; /* not 0: random weights are made on the device (benchmarks) */
 };
 
 int kn_model_create(const struct kn_model_cfg *cfg,
@@ -29,7 +36,8 @@ int kn_model_create(const struct kn_model_cfg *cfg,
                     struct bt_err *err) BT_MUST_USE;
 void kn_model_destroy(struct kn_model *m);
 const struct bt_model_config *kn_model_config(const struct kn_model *m);
-/* Numerics id: "cpu/<isa>/<precision>/<op version>"; static string. Bits are equal within one id.
+/* Numerics id: "cpu/<isa>/<precision>/<op version>", "cuda/..."; static string. Bits are equal
+ * within one id.
  */
 const char *kn_model_numerics(const struct kn_model *m);
 
@@ -39,16 +47,19 @@ struct kn_batch_seq {
     const uint32_t *pages; /* page table: page i holds positions [i, i+1) * page_tokens; covers
                               pos + n_tokens */
     bool want_logits;      /* of the last token */
+    const struct kn_device_draw
+        *draw; /* kn_model_submit: how the device draws; NULL = it does not */
 };
 
 struct kn_batch {
     int n_tokens;       /* sum over seqs */
-    const int32_t *ids; /* [n_tokens], checked by the caller against n_vocab */
+    const int32_t *ids; /* [n_tokens], checked by the caller against n_vocab; kn_model_submit: -1 -
+                           i is the token that output i of the pass before drew */
     int n_seqs;         /* 0 is legal: the pass does nothing */
     const struct kn_batch_seq *seqs;
     void *kv;                       /* pool base */
     const struct kv_layout *layout; /* of the pool */
-    float *logits;                  /* [n_outputs][V] in order of the seqs that want them */
+    float *logits; /* [n_outputs][V] in order of the seqs that want them; host memory */
     /* Called on the engine's thread after K and V of all tokens of the batch are in layer `layer`;
      * NULL = not wanted. */
     void (*layer_done)(void *arg, int layer);
@@ -56,5 +67,13 @@ struct kn_batch {
 };
 
 int kn_model_forward(struct kn_model *m, const struct kn_batch *b, struct bt_err *err) BT_MUST_USE;
+
+/* The same in two halves, on a device alone: submit queues the pass, wait returns the results of
+ * the oldest one queued. Two may be queued; then `logits` of the first are lost and must be NULL.
+ * drawn: [n_outputs] ids, -1 where the device did not draw, or NULL. layer_done is called by
+ * kn_model_forward alone. */
+int kn_model_submit(struct kn_model *m, const struct kn_batch *b, struct bt_err *err) BT_MUST_USE;
+int kn_model_wait(struct kn_model *m, int32_t *drawn, float *logits, struct bt_err *err)
+    BT_MUST_USE;
 
 #endif

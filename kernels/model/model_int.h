@@ -3,6 +3,7 @@
 #define KN_MODEL_MODEL_INT_H
 
 #include "common/mem/mem.h"
+#include "kernels/core/device.h"
 #include "kernels/core/ops.h"
 #include "kernels/model/model.h"
 
@@ -29,10 +30,12 @@ struct kn_layer {
     struct kn_weight down;  /* [E, F] */
 };
 
-/* Immutable after kn_weights_load; owns one region. */
+/* Immutable after kn_weights_load; owns one region. Where weights live on a device, so do the
+ * vectors, and pointers to them are device addresses. */
 struct kn_weights {
     struct bt_mem_region region;
     const struct bt_tensor *embed; /* [V, E], borrowed from the file */
+    const void *embed_data;        /* its rows where they are used */
     struct kn_layer *layers;       /* [n_layers] */
     const float *out_norm;         /* [E] */
     struct kn_weight output;       /* [V, E] */
@@ -71,10 +74,18 @@ struct kn_arch {
 };
 extern const struct kn_arch kn_arch_llama, kn_arch_qwen2, kn_arch_qwen3;
 
+/* Where weights go: packed for a table of ops, or onto a device. */
+struct kn_weights_to {
+    const struct kn_ops *ops; /* NULL = device */
+    struct kn_team *team;
+    const struct kn_device_ops *device_ops;
+    struct kn_device *device;
+    enum bt_dtype dtype;  /* on the device */
+    uint64_t random_seed; /* not 0: matrices are made up on the device, norms are 1 (benchmarks) */
+};
 int kn_weights_load(const struct bt_model_file *file,
                     const struct kn_arch *arch,
-                    const struct kn_ops *ops,
-                    struct kn_team *team,
+                    const struct kn_weights_to *to,
                     struct kn_weights *ret,
                     struct bt_err *err) BT_MUST_USE;
 void kn_weights_free(struct kn_weights *w);
@@ -87,6 +98,8 @@ typedef void (*kn_tap_fn)(
 /* A forward pass: batch, workspace and where the pass stands. Lives in struct kn_model; arrays are
  * sized at creation for max_batch_tokens rows (T). */
 struct kn_fwd {
+    const struct kn_device_ops *device_ops;
+    struct kn_device *device; /* NULL = CPU; else nothing below is used but w and c */
     const struct kn_ops *ops;
     struct kn_stream *stream;
     const struct bt_model_config *c;

@@ -28,33 +28,22 @@ static const struct kn_bind binds[] = {
 
 static void attn(struct kn_fwd *f, int il)
 {
-    const struct kn_layer *l = &f->w->layers[il];
-
-    kn_f_norm(f, f->x, l->attn_norm, f->h); /* h   [T, E] */
-    kn_f_matmul(f, f->h, &l->qkv, f->qkv);  /* qkv [T, HD + 2 KD] */
-
-    kn_f_head_norm(f, kn_f_q(f), f->c->n_heads, l->q_norm);    /* q [T, H, D] */
-    kn_f_head_norm(f, kn_f_k(f), f->c->n_kv_heads, l->k_norm); /* k [T, Hkv, D] */
-    kn_f_rope(f, kn_f_q(f), f->c->n_heads);                    /* q [T, H, D] */
-    kn_f_rope(f, kn_f_k(f), f->c->n_kv_heads);                 /* k [T, Hkv, D] */
-    kn_f_kv_write(f, il);
+    kn_f_qkv(f, il); /* q [T, H, D]; k, v [T, Hkv, D] in the pages, heads of q and k normed */
     kn_f_keep_wanted(f, il);
-
-    kn_f_attention(f, il, f->h);           /* h [T, HD] */
-    kn_f_matmul_add(f, f->h, &l->o, f->x); /* x [T, E] */
-    kn_tap(f, f->x, f->c->d_model, "attn_out", il);
+    kn_f_attention(f, il); /* h [T, HD] */
+    kn_f_attn_out(f, il);  /* x [T, E] */
 }
 
 static void forward(struct kn_fwd *f)
 {
-    kn_f_embed(f, f->x); /* x [T, E] */
+    kn_f_embed(f); /* x [T, E] */
 
     for (int il = 0; il < f->c->n_layers; il++) {
         attn(f, il);
-        kn_f_ffn(f, il);
+        kn_f_ffn(f, il); /* x [T, E] */
     }
 
-    kn_f_logits(f);
+    kn_f_logits(f); /* logits [wanted, V] */
 }
 
 const struct kn_arch kn_arch_qwen3 = {

@@ -10,7 +10,7 @@
 
 static size_t elem_bytes(enum kv_dtype t)
 {
-    return t == KV_DTYPE_F16 ? 2 : 4;
+    return t == KV_DTYPE_F32 ? 4 : 2;
 }
 
 static int check(const struct kv_layout *l, struct bt_err *err)
@@ -35,7 +35,7 @@ static int check(const struct kv_layout *l, struct bt_err *err)
                        "KV layout: page_tokens is %d, must be a power of two, 8..256",
                        l->page_tokens);
     }
-    if (l->dtype != KV_DTYPE_F16 && l->dtype != KV_DTYPE_F32) {
+    if (l->dtype != KV_DTYPE_F16 && l->dtype != KV_DTYPE_F32 && l->dtype != KV_DTYPE_BF16) {
         return BT_FAIL(err, BT_E_INVALID, "KV layout: dtype %d is unknown", (int)l->dtype);
     }
     if (l->n_pages < 1 || l->n_pages == UINT32_MAX) { /* the last value means "no page" */

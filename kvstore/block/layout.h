@@ -10,7 +10,8 @@
 
 #include "common/base/rc.h"
 
-enum kv_dtype { KV_DTYPE_F16, KV_DTYPE_F32 };
+/* BF16: device back ends alone. */
+enum kv_dtype { KV_DTYPE_F16, KV_DTYPE_F32, KV_DTYPE_BF16 };
 
 struct kv_layout {
     int n_layers;

@@ -1,0 +1,168 @@
+/* Inside of kernels/cuda: driver entry points, matrix products, the device object. */
+#ifndef KN_CUDA_CUDA_INT_H
+#define KN_CUDA_CUDA_INT_H
+
+#include "kernels/core/device.h"
+#include "kernels/cuda/kernels.h"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#define KN_CUDA_BOXES  5 /* of 8, 16, 32, 64 and 128 rows */
+#define KN_CUDA_GRAPHS 24
+#define KN_CUDA_SLOTS  2 /* passes queued at once */
+
+/* Driver functions, found at run time: the module loads where there is no driver. */
+struct kn_cuda_driver {
+    CUresult (*mem_create)(CUmemGenericAllocationHandle *,
+                           size_t,
+                           const CUmemAllocationProp *,
+                           unsigned long long);
+    CUresult (*mem_release)(CUmemGenericAllocationHandle);
+    CUresult (*mem_reserve)(CUdeviceptr *, size_t, size_t, CUdeviceptr, unsigned long long);
+    CUresult (*mem_address_free)(CUdeviceptr, size_t);
+    CUresult (*mem_map)(
+        CUdeviceptr, size_t, size_t, CUmemGenericAllocationHandle, unsigned long long);
+    CUresult (*mem_unmap)(CUdeviceptr, size_t);
+    CUresult (*mem_set_access)(CUdeviceptr, size_t, const CUmemAccessDesc *, size_t);
+    CUresult (*mem_export)(void *,
+                           CUmemGenericAllocationHandle,
+                           CUmemAllocationHandleType,
+                           unsigned long long);
+    CUresult (*mem_granularity)(size_t *,
+                                const CUmemAllocationProp *,
+                                CUmemAllocationGranularity_flags);
+};
+/* Checks that a device is there which the kernels run on, makes it current and fills the table.
+ * BT_E_UNAVAILABLE with the reason. */
+int kn_cuda_start(const struct kn_cuda_driver **ret, struct bt_err *err) BT_MUST_USE;
+
+extern const struct bt_mem_ops kn_cuda_mem;
+
+/* Fails with the text of a cudaError_t. */
+int kn_cuda_fail(struct bt_err *err, const char *what, int cuda_error);
+
+/* Matrix products through cuBLASLt: out [rows, N] (+)= x [rows, K] w [N, K]^T. Plans are kept by
+ * shape; the first product of a shape asks the library, `tune` measures its candidates. */
+struct kn_gemm;
+struct kn_gemm_args {
+    const void *x; /* [rows, K] */
+    const void *w; /* [N, K] */
+    int rows, n, k;
+    bool add, f32; /* out += ; out is f32 */
+    void *out;     /* [rows, N] */
+};
+int kn_gemm_create(enum kn_cuda_dtype t, struct kn_gemm **ret, struct bt_err *err) BT_MUST_USE;
+void kn_gemm_destroy(struct kn_gemm *g);
+/* 0, or a cudaError_t or 1000 + a cublasStatus_t. */
+int kn_gemm_run(struct kn_gemm *g, const struct kn_gemm_args *a, kn_cuda_stream s);
+/* Tries the library's candidates on these very buffers (out is overwritten) and keeps the fastest;
+ * *ret_us: its time. Synchronizes. */
+int kn_gemm_tune(struct kn_gemm *g, const struct kn_gemm_args *a, kn_cuda_stream s, float *ret_us);
+
+/* Activations that a product reads: one map for each number of rows a block may take. */
+struct kn_cuda_act {
+    void *p; /* [max_batch_tokens, width] */
+    int width;
+    struct kn_cuda_map maps[KN_CUDA_BOXES];
+};
+
+/* kn_weight.handle */
+struct kn_cuda_weight {
+    struct kn_cuda_map map;
+    const void *data;  /* [N, K] */
+    const float *bias; /* [N] or NULL */
+    int n, k;
+    struct kn_cuda_weight *next; /* of all that the device made */
+};
+
+/* Sequences of a pass as the kernels see them. Arrays on the device, at fixed places. */
+struct kn_cuda_view {
+    int rows, n_seqs;
+    int n_decode; /* leading sequences of one row; the others go through prefill attention */
+    int32_t *row_start;
+    int32_t *ctx_len;
+    uint32_t *pages;
+    void *plan_decode, *plan_prefill;
+};
+
+/* A pass on its way: host memory that the copy engine reads and writes. */
+struct kn_cuda_slot {
+    int32_t *words; /* pinned, blob_words */
+    char *plans;    /* pinned, 2 * plan_bytes */
+    int32_t *drawn; /* pinned, [max_outputs] */
+    int n_outputs;
+    cudaEvent_t done;
+};
+
+struct kn_cuda_graph {
+    int rows;
+    const void *kv;
+    cudaGraphExec_t exec;
+};
+
+struct kn_device {
+    struct kn_device_cfg cfg;
+    const struct bt_model_config *c;
+    enum kn_cuda_dtype dtype;
+    cudaStream_t stream;
+    struct kn_gemm *gemm;
+    struct kn_cuda_weight *weights;
+    struct kn_cuda_attn_shape attn;
+    void *attn_work;
+    size_t plan_bytes;
+    int pages_stride;
+    size_t blob_words;
+    int stream_rows; /* products of up to so many rows go through kn_cuda_stream_gemm */
+
+    char *work;             /* one allocation for all arrays below */
+    void *x, *x_wanted;     /* [T, E] */
+    void *qkv, *qkv_wanted; /* [T, HD + 2 KD] */
+    void *gu;               /* [T, 2F] */
+    struct kn_cuda_act h, att, act;
+    float *logits; /* [max_outputs, V] */
+    float *freqs, *cos_sin;
+    int32_t *blob, *ids, *pos, *page, *wanted_rows, *drawn;
+    struct kn_cuda_draw *draws;
+    struct kn_cuda_view all, wanted; /* of the pass being recorded */
+
+    /* The pass being recorded. */
+    const struct kn_cuda_view *view;
+    void *cur_x, *cur_qkv;
+    char *kv;
+    size_t layer_stride;
+    int n_wanted;
+    int error; /* first that failed: cudaError_t, or 1000 + a cublasStatus_t */
+    const char *error_what;
+
+    struct kn_cuda_slot slots[KN_CUDA_SLOTS];
+    int first, n_queued; /* of slots */
+    struct kn_cuda_graph graphs[KN_CUDA_GRAPHS];
+
+    void *pinned[2]; /* for uploads */
+    cudaEvent_t pinned_free[2];
+    int next_pinned;
+};
+
+/* vocab.c: the vocabulary of the architecture files. */
+void kn_cuda_v_embed(struct kn_device *d, const void *table);
+void kn_cuda_v_qkv(struct kn_device *d, const struct kn_device_qkv *a);
+void kn_cuda_v_keep_wanted(struct kn_device *d);
+void kn_cuda_v_attention(struct kn_device *d, int layer);
+void kn_cuda_v_attn_out(struct kn_device *d, const struct kn_weight *o);
+void kn_cuda_v_ffn(struct kn_device *d, const struct kn_device_ffn *a);
+void kn_cuda_v_logits(struct kn_device *d, const float *norm, const struct kn_weight *output);
+/* Draws the tokens of the pass on the device. */
+void kn_cuda_v_sample(struct kn_device *d);
+
+/* pass.c */
+int kn_cuda_pass(struct kn_device *d,
+                 const struct kn_device_batch *b,
+                 void (*record)(void *arg),
+                 void *arg,
+                 struct bt_err *err);
+int kn_cuda_wait(struct kn_device *d, int32_t *drawn, float *logits, struct bt_err *err);
+/* Words of the batch descriptor of the largest pass. */
+size_t kn_cuda_blob_words(const struct kn_device *d);
+
+#endif

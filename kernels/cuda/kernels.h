@@ -1,0 +1,180 @@
+/* Launchers of the CUDA kernels, in C.
+ *
+ * Every pointer is device memory unless it says otherwise. A launcher only launches: no allocation,
+ * no synchronization, fit for graph capture. It returns 0 or the cudaError_t of the launch. Kernels
+ * overlap their neighbours (programmatic stream serialization): they wait for the one before them
+ * before they touch what it writes.
+ *
+ * Letters as in kernels/README.md. "16-bit" is the dtype of the model, BF16 or F16.
+ */
+#ifndef KN_CUDA_KERNELS_H
+#define KN_CUDA_KERNELS_H
+
+#include "kernels/cuda/attn/attn.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct CUstream_st *kn_cuda_stream;
+
+/* How K and V of new rows reach their pages, and what happens to heads on the way. */
+struct kn_cuda_heads {
+    int n_heads, n_kv_heads,
+        head_dim;                 /* D: 64 or 128 in the fused kernel, even up to 256 elsewhere */
+    int page_tokens;              /* power of two */
+    size_t page_stride;           /* bytes */
+    const float *q_norm, *k_norm; /* [D] or NULL */
+    float eps;
+    bool interleaved;
+    const float *cos_sin; /* [max_ctx][D/2][2] cos, sin of each pair */
+    const int32_t *pos;   /* [T] */
+    const int32_t *page;  /* [T] page of the row's position */
+    void *kv;             /* current layer of the pool */
+};
+
+/* x[t] = table[ids[t]]; an id below 0 stands for prev[-1 - id]. */
+struct kn_cuda_embed_args {
+    const void *table; /* [V, E] */
+    const int32_t *ids, *prev;
+    int rows, width;
+    void *out;
+};
+int kn_cuda_embed(enum kn_cuda_dtype t, const struct kn_cuda_embed_args *a, kn_cuda_stream s);
+
+/* out = x / rms(x) * weight. width a multiple of 8, up to 16384. */
+struct kn_cuda_norm_args {
+    const void *x; /* [T, E] */
+    const float *weight;
+    int rows, width;
+    float eps;
+    void *out;
+};
+int kn_cuda_norm(enum kn_cuda_dtype t, const struct kn_cuda_norm_args *a, kn_cuda_stream s);
+
+/* Rows of qkv [T, HD + 2 KD]: norms and rotary embedding of q in place, of k on its way into the
+ * pages with v. */
+int kn_cuda_qkv_finish(enum kn_cuda_dtype t,
+                       void *qkv,
+                       int rows,
+                       const struct kn_cuda_heads *h,
+                       const float *bias,
+                       kn_cuda_stream s);
+
+/* out [T, F] = silu(x[.., 0..F)) * x[.., F..2F). F a multiple of 8. */
+int kn_cuda_swiglu(
+    enum kn_cuda_dtype t, const void *x, int rows, int width, void *out, kn_cuda_stream s);
+
+/* out[i] = x[rows[i]], in another buffer; width in elements, a multiple of 8. */
+struct kn_cuda_gather_args {
+    const void *x;
+    size_t x_stride; /* elements */
+    const int32_t *rows;
+    int n, width;
+    void *out;
+    size_t out_stride;
+};
+int kn_cuda_gather(const struct kn_cuda_gather_args *a, kn_cuda_stream s);
+
+/* Uniform in [-scale, scale), a function of seed and index. */
+int kn_cuda_fill(
+    enum kn_cuda_dtype t, void *out, size_t elems, float scale, uint64_t seed, kn_cuda_stream s);
+
+/* out [n_pos][half][2] = cos and sin of (float)pos * freqs[i]: the bits of kernels/model/rope.c. */
+int kn_cuda_rope_table(const float *freqs, int n_pos, int half, float *out, kn_cuda_stream s);
+
+/* The batch descriptor as the host packs it, spread into arrays at fixed places. Offsets are in
+ * 32-bit words of `from`. Nothing that follows in the stream starts before it has ended. */
+struct kn_cuda_unpack_args {
+    const int32_t *from;
+    int n_copies;
+    struct {
+        int32_t *to;
+        int at, n;
+    } copy[8];
+    int pages_at, page_rows_at; /* compact page tables, and [n_seqs + 1] where each begins */
+    int n_seqs, pages_stride;
+    uint32_t *pages; /* [n_seqs, pages_stride] */
+    int wanted_at;   /* [n_wanted] sequence of each output, or -1: no second table */
+    int n_wanted;
+    uint32_t *wanted_pages; /* [n_wanted, pages_stride] */
+};
+int kn_cuda_unpack(const struct kn_cuda_unpack_args *a, kn_cuda_stream s);
+
+/* Products of few rows with weights at the speed of memory: kernels/cuda/stream_gemm.cu.
+ * A tensor map describes a matrix to the copy engine; 128 bytes, made once for a matrix. */
+struct kn_cuda_map {
+    _Alignas(64) char bytes[128];
+};
+#define KN_STREAM_MAX_ROWS 128
+/* Box of 64 columns by `box_rows`; [rows, cols] of 16-bit elements, `stride` elements from row to
+ * row, a multiple of 8. 0 or a CUresult. */
+int kn_cuda_map_init(struct kn_cuda_map *m,
+                     enum kn_cuda_dtype t,
+                     const void *base,
+                     size_t rows,
+                     size_t cols,
+                     size_t stride,
+                     int box_rows);
+
+enum kn_cuda_stream_out {
+    KN_STREAM_STORE,  /* out = sum + bias, 16-bit */
+    KN_STREAM_ADD,    /* out += sum */
+    KN_STREAM_SWIGLU, /* rows n/2 apart of the weights are gate and up; out [T, F] */
+    KN_STREAM_F32,    /* out = sum in f32 */
+    KN_STREAM_QKV,    /* kn_cuda_qkv_finish folded in */
+};
+struct kn_cuda_stream_gemm_args {
+    const struct kn_cuda_map *w; /* [N, K], boxes of 64 rows */
+    const struct kn_cuda_map *x; /* [>= rows, K], boxes of kn_cuda_stream_box(rows) rows */
+    int n, k, rows;
+    enum kn_cuda_stream_out kind;
+    const float *bias; /* [N] or NULL: STORE and QKV */
+    void *out;
+    size_t out_stride;                 /* elements */
+    const struct kn_cuda_heads *heads; /* QKV */
+    int split;                         /* 0 = the kernel's choice; else 1, 2, 4 or 8 */
+    int stages;                        /* 0 = the kernel's choice */
+    int prefetch;                      /* < 0 = the kernel's choice; chunks ahead into L2 */
+};
+int kn_cuda_stream_init(void);
+int kn_cuda_stream_box(int rows);
+int kn_cuda_stream_gemm(enum kn_cuda_dtype t,
+                        const struct kn_cuda_stream_gemm_args *a,
+                        kn_cuda_stream s);
+
+/* Draws tokens from rows of f32 logits as kernels/model/sampler.h defines it. One block a row. */
+struct kn_cuda_draw {
+    float temperature;
+    float top_p, min_p;
+    int32_t top_k;
+    uint64_t seed, position;
+    uint32_t choice;
+    int32_t skip; /* not 0: the host draws; the id becomes -1 */
+};
+struct kn_cuda_sample_args {
+    const float *logits; /* [n, stride] */
+    size_t stride;
+    int n, n_vocab;
+    const struct kn_cuda_draw *draws; /* [n] */
+    int32_t *out;                     /* [n] */
+    int32_t *out_host;                /* [n] pinned, the same */
+};
+int kn_cuda_sample(const struct kn_cuda_sample_args *a, kn_cuda_stream s);
+
+/* Copies n pieces of `bytes` (a multiple of 16) between memories that the device can address,
+ * with `blocks` multiprocessors. */
+struct kn_cuda_copy_args {
+    const void *const *src; /* [n] */
+    void *const *dst;       /* [n] */
+    int n;
+    size_t bytes;
+    int blocks;
+};
+int kn_cuda_copy_blocks(const struct kn_cuda_copy_args *a, kn_cuda_stream s);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,261 @@
+/* The vocabulary of the architecture files as launches. Products of few rows go through our own
+ * kernel with what follows folded in, the others through cuBLASLt with kernels after it. A launch
+ * that fails is remembered; the pass reports it. Thread: the engine's. */
+#include "kernels/cuda/cuda_int.h"
+
+static void did(struct kn_device *d, const char *what, int rc)
+{
+    if (rc != 0 && d->error == 0) {
+        d->error = rc;
+        d->error_what = what;
+    }
+}
+
+/* What the product is followed by. */
+struct product {
+    const struct kn_cuda_act *x;
+    const struct kn_weight *w;
+    enum kn_cuda_stream_out kind;
+    void *out;
+    size_t out_stride;
+    const struct kn_cuda_heads *heads;
+};
+
+static int box_index(int rows)
+{
+    int box = kn_cuda_stream_box(rows), i = 0;
+
+    while (8 << i < box) {
+        i++;
+    }
+    return i;
+}
+
+static void few_rows(struct kn_device *d, const struct product *p)
+{
+    const struct kn_cuda_weight *w = p->w->handle;
+    struct kn_cuda_stream_gemm_args a = {
+        .w = &w->map,
+        .x = &p->x->maps[box_index(d->view->rows)],
+        .n = w->n,
+        .k = w->k,
+        .rows = d->view->rows,
+        .kind = p->kind,
+        .bias = w->bias,
+        .out = p->out,
+        .out_stride = p->out_stride,
+        .heads = p->heads,
+        .prefetch = -1,
+    };
+
+    did(d, "product of few rows", kn_cuda_stream_gemm(d->dtype, &a, d->stream));
+}
+
+static void many_rows(struct kn_device *d, const struct product *p)
+{
+    const struct kn_cuda_weight *w = p->w->handle;
+    struct kn_gemm_args a = {.x = p->x->p,
+                             .w = w->data,
+                             .rows = d->view->rows,
+                             .n = w->n,
+                             .k = w->k,
+                             .add = p->kind == KN_STREAM_ADD,
+                             .f32 = p->kind == KN_STREAM_F32,
+                             .out = p->kind == KN_STREAM_SWIGLU ? d->gu : p->out};
+
+    did(d, "product", kn_gemm_run(d->gemm, &a, d->stream));
+    if (p->kind == KN_STREAM_SWIGLU) {
+        did(d, "swiglu",
+            kn_cuda_swiglu(d->dtype, d->gu, d->view->rows, w->n / 2, p->out, d->stream));
+    }
+    if (p->kind == KN_STREAM_QKV) {
+        did(d, "heads",
+            kn_cuda_qkv_finish(d->dtype, p->out, d->view->rows, p->heads, w->bias, d->stream));
+    }
+}
+
+static void multiply(struct kn_device *d, const struct product *p)
+{
+    bool folds = p->kind != KN_STREAM_QKV || d->c->head_dim == 64 || d->c->head_dim == 128;
+
+    if (d->view->rows <= d->stream_rows && folds) {
+        few_rows(d, p);
+    } else {
+        many_rows(d, p);
+    }
+}
+
+static void norm(struct kn_device *d, const float *weight)
+{
+    struct kn_cuda_norm_args a = {.x = d->cur_x,
+                                  .weight = weight,
+                                  .rows = d->view->rows,
+                                  .width = d->c->d_model,
+                                  .eps = d->c->rms_eps,
+                                  .out = d->h.p};
+
+    did(d, "norm", kn_cuda_norm(d->dtype, &a, d->stream));
+}
+
+void kn_cuda_v_embed(struct kn_device *d, const void *table)
+{
+    struct kn_cuda_embed_args a = {.table = table,
+                                   .ids = d->ids,
+                                   .prev = d->drawn,
+                                   .rows = d->view->rows,
+                                   .width = d->c->d_model,
+                                   .out = d->cur_x};
+
+    did(d, "embedding", kn_cuda_embed(d->dtype, &a, d->stream));
+}
+
+void kn_cuda_v_qkv(struct kn_device *d, const struct kn_device_qkv *a)
+{
+    struct kn_cuda_heads heads = {.n_heads = d->c->n_heads,
+                                  .n_kv_heads = d->c->n_kv_heads,
+                                  .head_dim = d->c->head_dim,
+                                  .page_tokens = d->attn.page_tokens,
+                                  .page_stride = d->attn.page_stride,
+                                  .q_norm = a->q_norm,
+                                  .k_norm = a->k_norm,
+                                  .eps = d->c->rms_eps,
+                                  .interleaved = d->c->rope_interleaved,
+                                  .cos_sin = d->cos_sin,
+                                  .pos = d->pos,
+                                  .page = d->page,
+                                  .kv = d->kv + (size_t)a->layer * d->layer_stride};
+    struct product p = {.x = &d->h,
+                        .w = a->w,
+                        .kind = KN_STREAM_QKV,
+                        .out = d->cur_qkv,
+                        .out_stride = (size_t)a->w->n,
+                        .heads = &heads};
+
+    norm(d, a->norm);
+    multiply(d, &p);
+}
+
+void kn_cuda_v_keep_wanted(struct kn_device *d)
+{
+    size_t qkv = (size_t)(d->c->n_heads + 2 * d->c->n_kv_heads) * (size_t)d->c->head_dim;
+    struct kn_cuda_gather_args x = {.x = d->cur_x,
+                                    .x_stride = (size_t)d->c->d_model,
+                                    .rows = d->wanted_rows,
+                                    .n = d->n_wanted,
+                                    .width = d->c->d_model,
+                                    .out = d->x_wanted,
+                                    .out_stride = (size_t)d->c->d_model};
+    struct kn_cuda_gather_args q = {.x = d->cur_qkv,
+                                    .x_stride = qkv,
+                                    .rows = d->wanted_rows,
+                                    .n = d->n_wanted,
+                                    .width = d->c->n_heads * d->c->head_dim,
+                                    .out = d->qkv_wanted,
+                                    .out_stride = qkv};
+
+    if (d->n_wanted == d->view->rows) {
+        return;
+    }
+    if (d->n_wanted > 0) {
+        did(d, "gather", kn_cuda_gather(&x, d->stream));
+        did(d, "gather", kn_cuda_gather(&q, d->stream));
+    }
+    d->cur_x = d->x_wanted;
+    d->cur_qkv = d->qkv_wanted;
+    d->view = &d->wanted;
+}
+
+void kn_cuda_v_attention(struct kn_device *d, int layer)
+{
+    const struct kn_cuda_view *v = d->view;
+    struct kn_cuda_attn_args a = {
+        .q = d->cur_qkv,
+        .q_stride = (size_t)(d->c->n_heads + 2 * d->c->n_kv_heads) * (size_t)d->c->head_dim,
+        .kv = d->kv + (size_t)layer * d->layer_stride,
+        .row_start = v->row_start,
+        .ctx_len = v->ctx_len,
+        .pages = v->pages,
+        .pages_stride = d->pages_stride,
+        .plan = v->plan_decode,
+        .n_seqs = v->n_decode,
+        .max_rows = v->n_decode,
+        .max_ctx = d->cfg.max_ctx,
+        .out = d->att.p,
+        .out_stride = (size_t)d->att.width,
+        .workspace = d->attn_work,
+    };
+
+    if (v->n_decode > 0) {
+        did(d, "attention", kn_cuda_attn_decode(&d->attn, &a, d->stream));
+    }
+    if (v->n_decode < v->n_seqs) {
+        a.row_start += v->n_decode;
+        a.ctx_len += v->n_decode;
+        a.pages += (size_t)v->n_decode * (size_t)d->pages_stride;
+        a.plan = v->plan_prefill;
+        a.n_seqs = v->n_seqs - v->n_decode;
+        a.max_rows = v->rows;
+        did(d, "attention", kn_cuda_attn_prefill(&d->attn, &a, d->stream));
+    }
+}
+
+void kn_cuda_v_attn_out(struct kn_device *d, const struct kn_weight *o)
+{
+    struct product p = {.x = &d->att,
+                        .w = o,
+                        .kind = KN_STREAM_ADD,
+                        .out = d->cur_x,
+                        .out_stride = (size_t)d->c->d_model};
+
+    if (d->view->rows > 0) {
+        multiply(d, &p);
+    }
+}
+
+void kn_cuda_v_ffn(struct kn_device *d, const struct kn_device_ffn *a)
+{
+    struct product gu = {.x = &d->h,
+                         .w = a->gu,
+                         .kind = KN_STREAM_SWIGLU,
+                         .out = d->act.p,
+                         .out_stride = (size_t)d->c->d_ff};
+    struct product down = {.x = &d->act,
+                           .w = a->down,
+                           .kind = KN_STREAM_ADD,
+                           .out = d->cur_x,
+                           .out_stride = (size_t)d->c->d_model};
+
+    if (d->view->rows > 0) {
+        norm(d, a->norm);
+        multiply(d, &gu);
+        multiply(d, &down);
+    }
+}
+
+void kn_cuda_v_logits(struct kn_device *d, const float *weight, const struct kn_weight *output)
+{
+    struct product p = {.x = &d->h,
+                        .w = output,
+                        .kind = KN_STREAM_F32,
+                        .out = d->logits,
+                        .out_stride = (size_t)d->c->n_vocab};
+
+    if (d->view->rows > 0) {
+        norm(d, weight);
+        multiply(d, &p);
+    }
+}
+
+void kn_cuda_v_sample(struct kn_device *d)
+{
+    struct kn_cuda_sample_args a = {.logits = d->logits,
+                                    .stride = (size_t)d->c->n_vocab,
+                                    .n = d->view->rows,
+                                    .n_vocab = d->c->n_vocab,
+                                    .draws = d->draws,
+                                    .out = d->drawn};
+
+    if (d->view->rows > 0) {
+        did(d, "sampling", kn_cuda_sample(&a, d->stream));
+    }
+}
