@@ -159,6 +159,7 @@ static void publish_stats(struct kn_engine *e)
     PUT(tokens_cached, s.tokens_cached);
     PUT(blocks_evicted, x.evictions);
     PUT(key_collisions, x.collisions);
+    PUT(blocks_bad, x.bad);
     PUT(oldest_ns, x.oldest_ns);
 #undef PUT
 }
@@ -302,6 +303,9 @@ static int create_pool(struct kn_engine *e, struct bt_err *err)
     }
     tokens = n * (size_t)l.page_tokens;
     e->max_tokens = (uint32_t)BT_MIN((size_t)e->max_ctx, tokens);
+    if (e->cfg.keeper && e->cfg.block_tokens > 0) {
+        return kn_keep_pool(e, &l, err);
+    }
     return kv_pool_create(&l, e->cfg.mem ? e->cfg.mem : &bt_mem_host, "baton-kv", &e->pool, err);
 }
 
@@ -363,7 +367,8 @@ static int create_index(struct kn_engine *e, struct bt_err *err)
     }
     rc = keep_key_args(e, err);
     rc = rc < 0 ? rc : kv_index_create(&cfg, &e->index, err);
-    return rc < 0 ? rc : kv_index_root(e->index, &e->key, &e->root, err);
+    rc = rc < 0 ? rc : kv_index_root(e->index, &e->key, &e->root, err);
+    return rc < 0 || !e->cfg.keeper ? rc : kn_keep_adopt(e, err);
 }
 
 /* Any thread. The engine takes messages until nothing is under way any more. */
@@ -456,6 +461,7 @@ bool kn_engine_stop(struct kn_engine *e)
         pthread_join(e->thread, NULL);
         e->started = false;
     }
+    kn_keep_leave(e);
     return (!e->index || kv_index_clear(e->index)) && kv_pool_audit(e->pool);
 }
 
@@ -465,10 +471,12 @@ void kn_engine_destroy(struct kn_engine *e)
         return;
     }
     BT_BUG_ON(e->started);
+    kn_keep_leave(e);
     kn_sched_destroy(e->sched);
     kv_index_destroy(e->index);
     kn_exec_destroy(e->exec);
     kv_pool_destroy(e->pool);
+    kn_keep_fini(e);
     bt_mailbox_fini(&e->mailbox);
     bt_close_fd(&e->wake_fd);
     free(e->drawn);
@@ -613,9 +621,10 @@ struct kn_engine_stats kn_engine_stats(const struct kn_engine *e)
 {
 #define GET(field) .field = atomic_load_explicit(&e->stats.field, memory_order_relaxed)
     return (struct kn_engine_stats){
-        GET(waiting),       GET(running),         GET(holding),          GET(tokens_waiting),
-        GET(steps),         GET(tokens_computed), GET(tokens_generated), GET(preemptions),
-        GET(tokens_cached), GET(blocks_evicted),  GET(key_collisions),   GET(oldest_ns),
+        GET(waiting),        GET(running),         GET(holding),          GET(tokens_waiting),
+        GET(steps),          GET(tokens_computed), GET(tokens_generated), GET(preemptions),
+        GET(tokens_cached),  GET(blocks_evicted),  GET(key_collisions),   GET(oldest_ns),
+        GET(blocks_adopted), GET(blocks_bad),
     };
 #undef GET
 }

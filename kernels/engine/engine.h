@@ -25,6 +25,8 @@
 #include "kvstore/handoff/handoff.h"
 #include "kvstore/tier/source.h"
 
+struct kv_keeper;
+
 enum kn_leg { KN_LEG_LOCAL, KN_LEG_PREFILL, KN_LEG_DECODE };
 enum kn_finish { KN_FINISH_NONE, KN_FINISH_STOP, KN_FINISH_LENGTH };
 
@@ -72,6 +74,9 @@ struct kn_note {
 struct kn_engine_cfg {
     const struct bt_model_file *file; /* borrowed, outlives the engine */
     const struct bt_mem_ops *mem;     /* of the pool */
+    /* With prefix reuse: the pool's memory comes from here and outlives the process; blocks that a
+     * predecessor sealed in it are adopted. Borrowed, not started yet; NULL = none. */
+    struct kv_keeper *keeper;
     int n_threads;
     const char *isa;
     enum kv_dtype kv_dtype;
@@ -158,6 +163,7 @@ struct kn_engine_stats {
     uint64_t steps, tokens_computed, tokens_generated, preemptions;
     uint64_t tokens_cached; /* taken from the prefix index instead of computed */
     uint64_t blocks_evicted, key_collisions;
+    uint64_t blocks_adopted, blocks_bad; /* of a predecessor: taken over; refused or damaged */
     uint64_t oldest_ns; /* when the cached block that would go next was last used; 0 = none */
 };
 struct kn_engine_stats kn_engine_stats(const struct kn_engine *e); /* any thread */

@@ -35,10 +35,16 @@ struct kn_engine {
         bool lost;
         struct kn_step_sample sample;
     } notes;
+    struct {                      /* memory from the keeper */
+        struct kv_ledger *ledger; /* NULL = none */
+        struct bt_mem_region ledger_mem;
+        uint64_t pool_id;
+    } keep;
     struct { /* written by the engine thread, read by any; relaxed: each by itself */
         atomic_uint waiting, running, holding;
         atomic_ullong tokens_waiting, steps, tokens_computed, tokens_generated, preemptions;
         atomic_ullong tokens_cached, blocks_evicted, key_collisions, oldest_ns;
+        atomic_ullong blocks_adopted, blocks_bad;
     } stats;
 };
 
@@ -46,6 +52,18 @@ struct kn_engine {
 struct kv_event_sink kn_note_sink(struct kn_engine *e);
 void kn_note_step(struct kn_engine *e, const struct kn_step_plan *plan, uint64_t ns);
 void kn_note_flush(struct kn_engine *e);
+
+/* keep.c; all before the start and after the stop. */
+/* The pool from the keeper. */
+int kn_keep_pool(struct kn_engine *e,
+                 const struct kv_layout *layout,
+                 struct bt_err *err) BT_MUST_USE;
+/* The ledger, and what a predecessor sealed in it; index and root are there. */
+int kn_keep_adopt(struct kn_engine *e, struct bt_err *err) BT_MUST_USE;
+/* From now on the memory stays as it is. Safe to repeat. */
+void kn_keep_leave(struct kn_engine *e);
+/* After pool and index are gone. */
+void kn_keep_fini(struct kn_engine *e);
 
 extern const struct kn_xfer_ops kn_xfer_handoff;
 /* [engine] Layer `layer` of all rows is there: tells the sends. */

@@ -6,6 +6,7 @@
 
 #include "common/base/buf.h"
 #include "common/thr/time.h"
+#include "kvstore/keeper/client.h"
 
 #include <stdlib.h>
 
@@ -250,6 +251,11 @@ void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call)
     m.tokens_cached = st.tokens_cached;
     m.blocks_evicted = st.blocks_evicted;
     m.key_collisions = st.key_collisions;
+    m.blocks_adopted = st.blocks_adopted;
+    m.blocks_bad = st.blocks_bad;
+    m.keeper = (char *)(uintptr_t)(!s->keeper                     ? "none"
+                                   : kv_keeper_has_all(s->keeper) ? "holds"
+                                                                  : "away");
     m.numerics = (char *)(uintptr_t)kn_engine_numerics(s->engine);
     m.transports = s->conf->net_transports;
     m.sessions = s->n_sessions;

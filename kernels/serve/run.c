@@ -11,6 +11,7 @@
 #include "common/obs/log.h"
 #include "common/thr/thread.h"
 #include "common/thr/time.h"
+#include "kvstore/keeper/client.h"
 #include "proto/descriptor.h"
 
 #include <openssl/evp.h>
@@ -196,6 +197,36 @@ static int make_compat(const struct kn_serve *s, uint8_t ret[32], struct bt_err 
     return rc;
 }
 
+static int open_keeper(struct kn_serve *s, struct bt_err *err)
+{
+    struct kv_keeper_cfg kc = {.socket = s->conf->keeper_socket,
+                               .node = s->name,
+                               .incarnation = s->incarnation,
+                               .wait_ns = s->conf->keeper_wait_ns};
+
+    if (!s->conf->keeper_socket[0]) {
+        return BT_OK;
+    }
+    if (!s->conf->name[0]) {
+        return BT_FAIL(err, BT_E_CONFIG,
+                       "keeper.socket needs a name: a successor finds its memory by it");
+    }
+    return kv_keeper_open(&kc, &s->keeper, err);
+}
+
+static int start_keeper(struct kn_serve *s, struct bt_err *err)
+{
+    struct kn_engine_stats st = kn_engine_stats(s->engine);
+    struct kv_pool_stats pool = kv_pool_stats(kn_engine_pool(s->engine));
+
+    if (!s->keeper) {
+        return BT_OK;
+    }
+    BT_INFO("adopted", "blocks=%llu pages=%u of=%u bad=%llu", (unsigned long long)st.blocks_adopted,
+            pool.n_index, pool.n_pages, (unsigned long long)st.blocks_bad);
+    return kv_keeper_start(s->keeper, err);
+}
+
 static int open_engine(struct kn_serve *s, struct bt_err *err)
 {
     const struct kn_serve_conf *c = s->conf;
@@ -235,7 +266,10 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
     };
     int rc = kn_cache_init(s, err);
 
+    rc = rc < 0 ? rc : open_keeper(s, err);
+    ec.keeper = s->keeper;
     rc = rc < 0 ? rc : kn_engine_create(&ec, &s->engine, err);
+    rc = rc < 0 ? rc : start_keeper(s, err);
     if (rc < 0) {
         return rc;
     }
@@ -388,6 +422,7 @@ static bool stop(struct kn_serve *s)
         kv_handoff_destroy(s->handoff);
     }
     kn_engine_destroy(s->engine);
+    kv_keeper_close(s->keeper);
     bt_mailbox_close(&s->steps);
     bt_list_init(&left);
     bt_mailbox_detach(&s->steps, &left);

@@ -25,6 +25,8 @@ struct kn_serve_conf {
     int isa, kv_dtype; /* kn_serve_isas, kn_serve_kv_dtypes */
     bool prefix_cache;
     uint64_t pool_bytes, max_queued_bytes;
+    char *keeper_socket;
+    uint64_t keeper_wait_ns;
     struct bt_cluster_conf cluster;
     uint64_t drain_timeout_ns, heartbeat_ns, handoff_silence_ns, handoff_lease_ns;
 };
@@ -61,6 +63,10 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
                     "Tokens of a block, the unit of reuse; a multiple of engine.page_tokens."),    \
         BT_CONF_BYTES(S, f.pool_bytes, "engine.pool_bytes", "512M", 65536, INT64_C(1) << 46,       \
                       "Memory of the KV pool."),                                                   \
+        BT_CONF_STR(S, f.keeper_socket, "keeper.socket", "", 107,                                  \
+                    "Socket of baton-keeper: the KV pool outlives this process; empty = none."),   \
+        BT_CONF_DURATION(S, f.keeper_wait_ns, "keeper.wait", "10s", 0, 3600000,                    \
+                         "How long to wait for the end of the process that had the pool."),        \
         BT_CONF_INT(S, f.max_batch_tokens, "engine.max_batch_tokens", "512", 1, 65536,             \
                     "Most tokens in one step; long prompts are computed in such chunks."),         \
         BT_CONF_INT(S, f.max_running, "engine.max_running", "64", 1, 4096,                         \

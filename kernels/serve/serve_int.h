@@ -31,6 +31,7 @@ struct kn_serve {
 
     struct bt_model_file *file;
     uint8_t model_digest[32], kv_format[32];
+    struct kv_keeper *keeper; /* NULL = none */
     struct kn_engine *engine;
     struct kv_handoff *handoff; /* NULL for a role without handoffs */
 

@@ -39,20 +39,20 @@ static uint32_t collect(struct kv_index *x, struct found *ret_found)
     uint32_t n = 0;
 
     for (uint32_t i = 0; i < x->n_max; i++) {
-        if (!kv_ledger_sealed(x->cfg.ledger, i)) {
+        if (!kv_ledger_sealed(x->ledger, i)) {
             continue;
         }
-        if (kv_ledger_read(x->cfg.ledger, i, &r) == BT_OK) {
+        if (kv_ledger_read(x->ledger, i, &r) == BT_OK) {
             ret_found[n++] = (struct found){r.seal, r.let_go, i};
         } else {
-            kv_ledger_unseal(x->cfg.ledger, i);
+            kv_ledger_unseal(x->ledger, i);
             x->stats.bad++;
         }
     }
     return n;
 }
 
-/* The entry with the key; *ret_parent if it is that of a block under `root`. */
+/* The entry with the key, if it is one under `root`. */
 static struct kv_block *
 with_key(const struct kv_index *x, const struct kv_key *root, const struct kv_key *key)
 {
@@ -81,7 +81,7 @@ static bool take_over(struct kv_index *x, uint32_t slot)
     struct kv_ledger_block r;
     struct kv_key key;
 
-    if (kv_ledger_read(x->cfg.ledger, slot, &r) < 0) {
+    if (kv_ledger_read(x->ledger, slot, &r) < 0) {
         return false;
     }
     if (r.has_parent) {
@@ -116,7 +116,7 @@ static uint32_t take_all(struct kv_index *x, struct found *found, uint32_t n)
         if (take_over(x, found[i].slot)) {
             found[kept++] = found[i];
         } else {
-            kv_ledger_unseal(x->cfg.ledger, found[i].slot);
+            kv_ledger_unseal(x->ledger, found[i].slot);
             x->stats.bad++;
         }
     }
@@ -141,7 +141,7 @@ static void line_up(struct kv_index *x, struct found *found, uint32_t n, uint32_
     qsort(found, n, sizeof(*found), by_let_go);
     for (uint32_t i = 0; i < n; i++) {
         bt_list_push_back(&x->unheld, &x->entries[found[i].slot].link);
-        kv_ledger_mark_let_go(x->cfg.ledger, found[i].slot);
+        kv_ledger_mark_let_go(x->ledger, found[i].slot);
     }
     x->n_unheld = n;
     kv_index_tell_cached(x);
@@ -154,25 +154,28 @@ static void clean_rest(struct kv_index *x)
 
     x->unused = NULL;
     for (uint32_t i = x->n_max; i-- > 0;) {
-        if (!kv_ledger_sealed(x->cfg.ledger, i)) {
+        if (!kv_ledger_sealed(x->ledger, i)) {
             x->entries[i].next = x->unused;
             x->unused = &x->entries[i];
         }
     }
     for (uint32_t p = 0; p < layout->n_pages; p++) {
         if (kv_pool_is_free(x->cfg.pool, p)) {
-            kv_ledger_page_free(x->cfg.ledger, p);
+            kv_ledger_page_free(x->ledger, p);
         }
     }
 }
 
-int kv_index_adopt(struct kv_index *x, struct kv_adopted *ret, struct bt_err *err)
+int kv_index_adopt(struct kv_index *x,
+                   struct kv_ledger *ledger,
+                   struct kv_adopted *ret,
+                   struct bt_err *err)
 {
     struct found *found;
     uint32_t n, *at;
 
-    BT_BUG_ON(!x->cfg.ledger || x->stats.n_blocks != 0);
-    BT_BUG_ON(kv_ledger_n_blocks(x->cfg.ledger) != x->n_max);
+    BT_BUG_ON(x->ledger || x->stats.n_blocks != 0);
+    BT_BUG_ON(kv_ledger_n_blocks(ledger) != x->n_max);
     found = bt_calloc((size_t)x->n_max + 1, sizeof(*found));
     at = bt_calloc((size_t)x->n_max + 1, sizeof(*at));
     if (!found || !at) {
@@ -180,6 +183,7 @@ int kv_index_adopt(struct kv_index *x, struct kv_adopted *ret, struct bt_err *er
         free(at);
         return BT_FAIL(err, BT_E_NOMEM, "no memory to adopt %u blocks", x->n_max);
     }
+    x->ledger = ledger;
     n = collect(x, found);
     n = take_all(x, found, n);
     line_up(x, found, n, at);
@@ -193,7 +197,7 @@ int kv_index_adopt(struct kv_index *x, struct kv_adopted *ret, struct bt_err *er
 
 void kv_index_leave_ledger(struct kv_index *x)
 {
-    x->cfg.ledger = NULL;
+    x->ledger = NULL;
 }
 
 /* ---- first use ---- */
@@ -228,7 +232,7 @@ bool kv_index_check(struct kv_index *x, struct kv_block *b)
         return true;
     }
     /* Without the ledger nothing can be checked any more. */
-    if (x->cfg.ledger && kv_ledger_check_bytes(x->cfg.ledger, kv_index_slot(x, b))) {
+    if (x->ledger && kv_ledger_check_bytes(x->ledger, kv_index_slot(x, b))) {
         b->unchecked = false;
         return true;
     }

@@ -190,8 +190,8 @@ static void hold(struct kv_index *x, struct kv_block *b)
         BT_BUG_ON(b->unchecked);
         bt_list_remove(&b->link);
         x->n_unheld--;
-        if (x->cfg.ledger) {
-            kv_ledger_mark_held(x->cfg.ledger, kv_index_slot(x, b));
+        if (x->ledger) {
+            kv_ledger_mark_held(x->ledger, kv_index_slot(x, b));
         }
     }
 }
@@ -212,8 +212,8 @@ static void drop(struct kv_index *x, struct kv_block *b)
         b->used_ns = x->now_ns;
         bt_list_push_back(&x->unheld, &b->link);
         x->n_unheld++;
-        if (x->cfg.ledger) {
-            kv_ledger_mark_let_go(x->cfg.ledger, kv_index_slot(x, b));
+        if (x->ledger) {
+            kv_ledger_mark_let_go(x->ledger, kv_index_slot(x, b));
         }
     }
 }
@@ -268,14 +268,14 @@ static void seal(struct kv_index *x, const struct kv_block *b)
 {
     struct kv_ledger_block r = {.key = b->key, .root = b->root, .ids = b->ids, .pages = b->pages};
 
-    if (!x->cfg.ledger) {
+    if (!x->ledger) {
         return;
     }
     if (b->parent) {
         r.has_parent = true;
         r.parent = b->parent->key;
     }
-    kv_ledger_seal(x->cfg.ledger, kv_index_slot(x, b), &r);
+    kv_ledger_seal(x->ledger, kv_index_slot(x, b), &r);
 }
 
 enum kv_publish kv_index_publish(struct kv_index *x,
@@ -334,8 +334,8 @@ void kv_index_remove(struct kv_index *x, struct kv_block *b)
     }
     x->n_unheld--;
     kv_index_tell_cached(x);
-    if (x->cfg.ledger) {
-        kv_ledger_unseal(x->cfg.ledger, kv_index_slot(x, b));
+    if (x->ledger) {
+        kv_ledger_unseal(x->ledger, kv_index_slot(x, b));
     }
     kv_pool_give(x->cfg.pool, b->pages, x->block_pages, KV_OWNER_INDEX);
     b->generation = 0;

@@ -46,8 +46,6 @@ struct kv_index_cfg {
     int block_tokens;          /* a multiple of the page's */
     int key_bits;              /* 0 = all; fewer make collisions, for tests */
     struct kv_event_sink sink; /* told of blocks that come and go, as tier 0 (the pool) */
-    /* Blocks are sealed in it as they come and unsealed before they go; NULL = none. Borrowed. */
-    struct kv_ledger *ledger;
 };
 
 /* BT_E_CONFIG: block_tokens does not fit the pool's pages. */
@@ -63,13 +61,17 @@ struct kv_adopted {
     uint32_t n_blocks, n_pages;
     uint32_t n_bad; /* records that were refused, with those that stood on them */
 };
-/* Takes over the blocks that a predecessor sealed in the ledger: those whose key is that of their
- * parent and token ids, whose parent is there, and whose pages are theirs alone. What is refused is
- * unsealed. They are unheld, in the order in which the predecessor would have given them up. Their
- * bytes are compared with the checksum when they are first found; damaged ones are then removed
- * with their children, counted (`bad`), and a miss. Once, after create. BT_E_NOMEM: nothing was
- * taken over. */
-int kv_index_adopt(struct kv_index *index, struct kv_adopted *ret, struct bt_err *err) BT_MUST_USE;
+/* From now on blocks are sealed in the ledger (borrowed) as they come and unsealed before they go.
+ * First those that a predecessor sealed are taken over: whose key is that of their parent and token
+ * ids, whose parent is there, and whose pages are theirs alone. What is refused is unsealed. They
+ * are unheld, in the order in which the predecessor would have given them up. Their bytes are
+ * compared with the checksum when they are first found; damaged ones are then removed with their
+ * children, counted (`bad`), and a miss. Once, after create, with the same ledger set in the pool.
+ * BT_E_NOMEM: nothing was taken over. */
+int kv_index_adopt(struct kv_index *index,
+                   struct kv_ledger *ledger,
+                   struct kv_adopted *ret,
+                   struct bt_err *err) BT_MUST_USE;
 /* From now on without the ledger, which stays as it is: a successor adopts the blocks. */
 void kv_index_leave_ledger(struct kv_index *index);
 /* Whether an unheld block is what it says; for who moves it elsewhere without having found it. A

@@ -7,6 +7,7 @@
 
 struct kv_index {
     struct kv_index_cfg cfg;
+    struct kv_ledger *ledger; /* NULL = none */
     struct kv_hasher *hasher;
     uint32_t block_tokens, block_pages;
     uint32_t n_max; /* entries */

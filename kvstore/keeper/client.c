@@ -388,6 +388,11 @@ void kv_keeper_close(struct kv_keeper *k)
     free(k);
 }
 
+uint64_t kv_keeper_incarnation(const struct kv_keeper *k)
+{
+    return k->incarnation;
+}
+
 bool kv_keeper_has_all(const struct kv_keeper *k)
 {
     return atomic_load_explicit(&k->has_all, memory_order_relaxed);

@@ -64,6 +64,7 @@ int kv_keeper_get(struct kv_keeper *keeper,
                   struct kv_keeper_got *ret,
                   struct bt_err *err) BT_MUST_USE;
 int kv_keeper_start(struct kv_keeper *keeper, struct bt_err *err) BT_MUST_USE;
+uint64_t kv_keeper_incarnation(const struct kv_keeper *keeper);
 /* Whether a keeper has all of it now. Any thread. */
 bool kv_keeper_has_all(const struct kv_keeper *keeper);
 

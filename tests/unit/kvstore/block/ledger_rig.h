@@ -82,9 +82,8 @@ static inline void rig_open(struct rig *r)
     assert_int_equal(kv_pool_create_in(&r->layout, &region, &r->pool, NULL), BT_OK);
     kv_pool_set_ledger(r->pool, r->ledger);
     xc.pool = r->pool;
-    xc.ledger = r->ledger;
     assert_int_equal(kv_index_create(&xc, &r->index, NULL), BT_OK);
-    assert_int_equal(kv_index_adopt(r->index, &r->adopted, NULL), BT_OK);
+    assert_int_equal(kv_index_adopt(r->index, r->ledger, &r->adopted, NULL), BT_OK);
 }
 
 /* It ends in good order: what is sealed stays. */
