@@ -3,10 +3,10 @@
  * "tier-scan", which reads the directory in at the start.
  *
  * Once host memory is three quarters full, the oldest quarter of each list is to be on disk. If
- * most of that quarter is not, writing does not keep up: what was used again goes first then, and
- * what the rest finds no time for is given up unwritten. Writing follows a rate; a write that fails
- * (full disk, read-only, broken) is followed by a pause that doubles, and goes on when it works
- * again. */
+ * most of that quarter is not, writing does not keep up: what was used again goes first then,
+ * wherever it is, and what finds no time is given up unwritten. Writing follows a rate; a write
+ * that fails (full disk, read-only, broken) is followed by a pause that doubles, and goes on when
+ * it works again. */
 #include "kvstore/tier/tiers_int.h"
 
 #include "common/base/buf.h"
@@ -32,7 +32,19 @@ static bool to_write(const struct kv_blob *b)
     return kv_host_dirty(b) && !b->unwritten_ok && b->n_io == 0;
 }
 
-/* From the front of one list, as far as the oldest quarter goes. */
+static struct kv_blob *pick_reused(struct kv_tiers *t, int cls)
+{
+    bt_list_for_each (l, &t->host_lru[cls]) {
+        struct kv_blob *b = BT_LIST_ENTRY(l, struct kv_blob, in_host);
+
+        if (to_write(b) && b->n_uses > 0) {
+            return b;
+        }
+    }
+    return NULL;
+}
+
+/* The oldest of one list, as far as its oldest quarter goes. */
 static struct kv_blob *pick_oldest(struct kv_tiers *t, int cls)
 {
     const struct kv_arena_class *c = &t->arena.classes[cls];
@@ -50,10 +62,12 @@ static struct kv_blob *pick_oldest(struct kv_tiers *t, int cls)
         if (to_write(b)) {
             unwritten += kv_blob_size(b);
             first = first ? first : b;
-            reused = reused || b->n_uses == 0 ? reused : b;
         }
     }
-    return 2 * unwritten > window && reused ? reused : first;
+    if (2 * unwritten > window) { /* does not keep up */
+        reused = pick_reused(t, cls);
+    }
+    return reused ? reused : first;
 }
 
 static struct kv_blob *pick_newest(struct kv_tiers *t, int cls)
