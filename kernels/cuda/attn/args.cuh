@@ -96,13 +96,14 @@ struct quad_sums {
     }
 };
 
-/* Whether this block is the last of its task, after its records are written. All threads call it;
- * `flag` is shared memory. */
+/* Whether this block is the last of its task, after its records are written. The block's first N
+ * threads call it; `flag` is shared memory. */
+template <int N>
 __device__ __forceinline__ bool
 is_last(const launch &p, const kn_attn_item &it, const kn_attn_task &task, int *flag)
 {
     __threadfence();
-    __syncthreads();
+    named_sync<N>(1);
     if (threadIdx.x == 0) {
         int n = atomicAdd(p.counters + it.task, 1);
 
@@ -112,19 +113,19 @@ is_last(const launch &p, const kn_attn_item &it, const kn_attn_task &task, int *
             __threadfence();
         }
     }
-    __syncthreads();
+    named_sync<N>(1);
     return *flag != 0;
 }
 
-/* All threads of the last block: joins the records of a task and writes its rows. */
-template <typename T, int D>
-__device__ void
+/* The first N threads of the last block: joins the records of a task and writes its rows. */
+template <typename T, int D, int N>
+__device__ __noinline__ void
 combine(const launch &p, const kn_attn_item &it, const kn_attn_task &task, int n_valid)
 {
     constexpr int AHEAD = 8;
     const int row_first = p.row_start[it.seq];
 
-    for (int e = threadIdx.x; e < n_valid * (D / 4); e += blockDim.x) {
+    for (int e = threadIdx.x; e < n_valid * (D / 4); e += N) {
         int row = e / (D / 4), col = e % (D / 4) * 4;
         quad_sums all, part;
 

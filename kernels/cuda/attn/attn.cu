@@ -1,23 +1,18 @@
 /* Launches of the attention kernels, by type and width of a head.
  *
  * Every launch fills the card once: blocks that find no items in the plan end at once. */
+#include "kernels/cuda/attn/prefill.cuh"
 #include "kernels/cuda/attn/unit.cuh"
 
+#include <cudaTypedefs.h>
 #include <cuda_runtime.h>
 
 namespace {
-
-constexpr int PREFILL_MT = 2;
 
 /* Blocks on a multiprocessor; bound by shared memory for D = 128, by registers for 64. */
 constexpr int decode_blocks(int d)
 {
     return d == 128 ? 3 : 4;
-}
-
-constexpr int prefill_blocks(int d)
-{
-    return d == 128 ? 2 : 3;
 }
 
 int log2_of(int x)
@@ -85,10 +80,13 @@ template <typename T, int D> choice decode_choice()
             sizeof(attn::unit_smem<D, 1>)};
 }
 
-template <typename T, int D> choice prefill_choice()
+template <typename T, int D> choice prefill_choice(bool invariant)
 {
-    return {(const void *)attn::unit_kernel<T, D, PREFILL_MT, prefill_blocks(D)>,
-            sizeof(attn::unit_smem<D, PREFILL_MT>)};
+    if (invariant) {
+        return {(const void *)attn::prefill_kernel<T, D, true>,
+                sizeof(attn::prefill_smem<D, true>)};
+    }
+    return {(const void *)attn::prefill_kernel<T, D, false>, sizeof(attn::prefill_smem<D, false>)};
 }
 
 choice choose(const kn_cuda_attn_shape *s, bool decode)
@@ -98,24 +96,51 @@ choice choose(const kn_cuda_attn_shape *s, bool decode)
     if (s->dtype == KN_CUDA_BF16) {
         if (wide) {
             return decode ? decode_choice<__nv_bfloat16, 128>()
-                          : prefill_choice<__nv_bfloat16, 128>();
+                          : prefill_choice<__nv_bfloat16, 128>(s->invariant);
         }
-        return decode ? decode_choice<__nv_bfloat16, 64>() : prefill_choice<__nv_bfloat16, 64>();
+        return decode ? decode_choice<__nv_bfloat16, 64>()
+                      : prefill_choice<__nv_bfloat16, 64>(s->invariant);
     }
     if (wide) {
-        return decode ? decode_choice<__half, 128>() : prefill_choice<__half, 128>();
+        return decode ? decode_choice<__half, 128>() : prefill_choice<__half, 128>(s->invariant);
     }
-    return decode ? decode_choice<__half, 64>() : prefill_choice<__half, 64>();
+    return decode ? decode_choice<__half, 64>() : prefill_choice<__half, 64>(s->invariant);
 }
 
-int run(const kn_cuda_attn_shape *s, const kn_cuda_attn_args *a, CUstream_st *stream, bool decode)
+/* The driver's function by way of the runtime, so that nothing links to the driver. */
+PFN_cuTensorMapEncodeTiled_v12000 encoder()
 {
-    kn_attn_cut cut = decode ? kn_attn_cut_decode(s) : kn_attn_cut_prefill(s);
-    attn::launch p = launch_of(s, a, cut);
-    choice c = choose(s, decode);
-    void *args[] = {&p};
+    void *f = nullptr;
+    cudaDriverEntryPointQueryResult found;
 
-    return start(c.kernel, cut.n_blocks, attn::UNIT_THREADS, c.smem, args, stream);
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault,
+                                     &found);
+    return (PFN_cuTensorMapEncodeTiled_v12000)f;
+}
+
+/* All pages of a layer: column, position, head (K, then V), page. How many pages there are is not
+ * known here; page tables name those that exist. */
+int page_map(const kn_cuda_attn_shape *s, const void *kv, CUtensorMap *map)
+{
+    static const PFN_cuTensorMapEncodeTiled_v12000 encode = encoder();
+    cuuint64_t row = (cuuint64_t)s->head_dim * 2, head = row * (cuuint64_t)s->page_tokens;
+    cuuint64_t size[4] = {(cuuint64_t)s->head_dim, (cuuint64_t)s->page_tokens,
+                          (cuuint64_t)s->n_kv_heads * 2, (cuuint64_t)1 << 30};
+    cuuint64_t stride[3] = {row, head, s->page_stride};
+    cuuint32_t box[4] = {64, (cuuint32_t)(s->page_tokens < 128 ? s->page_tokens : 128), 1, 1};
+    cuuint32_t step[4] = {1, 1, 1, 1};
+
+    if (!encode) {
+        return cudaErrorNotSupported;
+    }
+    CUresult rc = encode(map,
+                         s->dtype == KN_CUDA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                         4, (void *)kv, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                         CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+
+    return rc == CUDA_SUCCESS ? 0 : cudaErrorInvalidValue;
 }
 
 } // namespace
@@ -127,7 +152,7 @@ extern "C" kn_attn_cut kn_attn_cut_decode(const kn_cuda_attn_shape *s)
 
 extern "C" kn_attn_cut kn_attn_cut_prefill(const kn_cuda_attn_shape *s)
 {
-    return {s->n_sms * prefill_blocks(s->head_dim), 16 * PREFILL_MT};
+    return {s->n_sms, attn::ROWS};
 }
 
 extern "C" bool kn_cuda_attn_supports(const kn_cuda_attn_shape *s, int compute_capability)
@@ -160,11 +185,23 @@ extern "C" int kn_cuda_attn_init(const kn_cuda_attn_shape *s)
 extern "C" int
 kn_cuda_attn_decode(const kn_cuda_attn_shape *s, const kn_cuda_attn_args *a, CUstream_st *stream)
 {
-    return run(s, a, stream, true);
+    kn_attn_cut cut = kn_attn_cut_decode(s);
+    attn::launch p = launch_of(s, a, cut);
+    choice c = choose(s, true);
+    void *args[] = {&p};
+
+    return start(c.kernel, cut.n_blocks, attn::UNIT_THREADS, c.smem, args, stream);
 }
 
 extern "C" int
 kn_cuda_attn_prefill(const kn_cuda_attn_shape *s, const kn_cuda_attn_args *a, CUstream_st *stream)
 {
-    return run(s, a, stream, false);
+    kn_attn_cut cut = kn_attn_cut_prefill(s);
+    attn::launch p = launch_of(s, a, cut);
+    choice c = choose(s, false);
+    CUtensorMap map;
+    void *args[] = {&p, &map};
+    int rc = page_map(s, a->kv, &map);
+
+    return rc ? rc : start(c.kernel, cut.n_blocks, attn::PREFILL_THREADS, c.smem, args, stream);
 }

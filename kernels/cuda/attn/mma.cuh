@@ -29,6 +29,17 @@ __device__ __forceinline__ void grid_launch_dependents()
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+/* Barrier `id` of the block, of N threads. */
+template <int N> __device__ __forceinline__ void named_sync(int id)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(N) : "memory");
+}
+
+template <int N> __device__ __forceinline__ void named_arrive(int id)
+{
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(N) : "memory");
+}
+
 /* 16 bytes; zeros where !valid. */
 __device__ __forceinline__ void cp_async16(uint32_t dst, const void *src, bool valid)
 {
@@ -129,10 +140,16 @@ struct factors {
     float a, b;
 };
 
+/* 1 for m = n, exactly: joining onto an empty sum changes nothing. */
+__device__ __forceinline__ float factor_of(float m, float n, float c)
+{
+    return m == -INFINITY ? 0.0f : exp2_fast(__fmul_rn(__fsub_rn(m, n), c));
+}
+
 __device__ __forceinline__ factors merge(float &m, float m2, float c)
 {
-    float n = fmaxf(m, m2), offset = offset_of(n, c);
-    factors f = {weight_of(m, c, offset), weight_of(m2, c, offset)};
+    float n = fmaxf(m, m2);
+    factors f = {factor_of(m, n, c), factor_of(m2, n, c)};
 
     m = n;
     return f;

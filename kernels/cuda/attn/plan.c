@@ -28,7 +28,8 @@ struct writer {
     struct kn_attn_item *items;
     int n_items;
     int n_slots, max_slots;
-    int n_tasks; /* split ones */
+    int n_tasks;   /* split ones */
+    bool one_each; /* an item makes one record, whatever its length */
 };
 
 static void writer_init(struct writer *w, void *plan, int n_blocks, int max_slots)
@@ -66,18 +67,24 @@ static int units_of(const struct call *c, int seq, int row0)
 }
 
 /* Records that units [unit0, unit1) of a split task make. */
-static int records_of(int unit0, int unit1)
+static int records_of(const struct writer *w, int unit0, int unit1)
 {
     int start = ceil_div(unit0, KN_ATTN_GROUP) * KN_ATTN_GROUP;
 
+    if (w->one_each) {
+        return 1;
+    }
     if (start >= unit1) {
         return unit1 - unit0;
     }
     return start - unit0 + ceil_div(unit1 - start, KN_ATTN_GROUP);
 }
 
-static int most_records(int n_units, int n_pieces)
+static int most_records(const struct writer *w, int n_units, int n_pieces)
 {
+    if (w->one_each) {
+        return n_pieces;
+    }
     return ceil_div(n_units, KN_ATTN_GROUP) + n_pieces * (KN_ATTN_GROUP - 1);
 }
 
@@ -96,7 +103,7 @@ static size_t finish(struct writer *w)
             if (it->unit0 == 0) {
                 t->slot0 = it->slot;
             }
-            t->n_slots += records_of(it->unit0, it->unit1);
+            t->n_slots += records_of(w, it->unit0, it->unit1);
             t->n_items++;
         }
     }
@@ -139,7 +146,7 @@ static void cut_task(struct cutter *c, struct kn_attn_item it, int n_units)
         pieces++;
     }
     if (room >= n_units || c->block == last ||
-        w->n_slots + most_records(n_units, pieces) > w->max_slots) {
+        w->n_slots + most_records(w, n_units, pieces) > w->max_slots) {
         it.unit1 = n_units;
         it.slot = -1;
         w->items[w->n_items++] = it;
@@ -156,7 +163,7 @@ static void cut_task(struct cutter *c, struct kn_attn_item it, int n_units)
 
         it.unit1 = c->block == last || end > n_units ? n_units : (int)end;
         w->items[w->n_items++] = it;
-        it.slot += records_of(it.unit0, it.unit1);
+        it.slot += records_of(w, it.unit0, it.unit1);
         c->done += it.unit1 - it.unit0;
         it.unit0 = it.unit1;
     }
@@ -239,7 +246,7 @@ static void add_items(struct writer *w, const struct call *c, int longest)
 
             for (int h = 0; h < c->n_kv_heads; h++) {
                 struct kn_attn_item it = {.seq = q, .kv_head = h, .row0 = row0, .slot = -1};
-                int n = w->n_slots + most_records(n_units, pieces) > w->max_slots ? 1 : pieces;
+                int n = w->n_slots + most_records(w, n_units, pieces) > w->max_slots ? 1 : pieces;
 
                 /* Pieces of equal length in whole groups, so longest is a multiple of a group. */
                 if (n > 1) {
@@ -250,7 +257,7 @@ static void add_items(struct writer *w, const struct call *c, int longest)
                     it.unit1 = n > 1 ? min_int(it.unit0 + longest, n_units) : n_units;
                     w->items[w->n_items++] = it;
                     if (n > 1) {
-                        it.slot += records_of(it.unit0, it.unit1);
+                        it.slot += records_of(w, it.unit0, it.unit1);
                         w->n_slots = it.slot;
                     }
                     it.unit0 = it.unit1;
@@ -337,6 +344,7 @@ size_t kn_cuda_attn_plan_prefill(const struct kn_cuda_attn_shape *s,
     int64_t total = 0;
 
     writer_init(&w, plan, cut.n_blocks, (int)kn_attn_slots(s, false));
+    w.one_each = !s->invariant;
     for (int q = 0; q < n_seqs; q++) {
         for (int r = 0; r < rows_of(&call, q) * call.group; r += cut.block_rows) {
             total += (int64_t)(ctx_len[q] > 0 ? units_of(&call, q, r) : 0) * s->n_kv_heads;
@@ -359,9 +367,9 @@ size_t kn_attn_slots(const struct kn_cuda_attn_shape *s, bool decode)
 {
     int nb = decode ? kn_attn_cut_decode(s).n_blocks : kn_attn_cut_prefill(s).n_blocks;
 
-    /* Prefill: a block has at most a few pieces of split tasks, a piece a record for each group;
-     * longer ones stay whole. */
-    return decode ? MAX_SLOTS_DECODE : (size_t)nb * 16;
+    /* Prefill: only where there are fewer tasks than blocks, so few pieces; with `invariant` a
+     * record for each group, and what would need more stays whole. */
+    return decode ? MAX_SLOTS_DECODE : (size_t)nb * 4;
 }
 
 size_t

@@ -390,8 +390,8 @@ template <typename T, int D, int MT> struct unit_block {
         if (end) {
             kn_attn_task task = plan_task(p.plan, c.it.task);
 
-            if (is_last(p, c.it, task, &sm.flag)) {
-                combine<T, D>(p, c.it, task, n_valid);
+            if (is_last<UNIT_THREADS>(p, c.it, task, &sm.flag)) {
+                combine<T, D, UNIT_THREADS>(p, c.it, task, n_valid);
             }
         }
     }
@@ -463,10 +463,10 @@ template <typename T, int D, int MT, int BLOCKS>
 __global__ void __launch_bounds__(UNIT_THREADS, BLOCKS)
     unit_kernel(const __grid_constant__ launch p)
 {
-    extern __shared__ __align__(128) char shared[];
+    extern __shared__ __align__(128) char unit_shared[];
 
     grid_launch_dependents();
-    unit_block<T, D, MT>(p, *(unit_smem<D, MT> *)shared).run();
+    unit_block<T, D, MT>(p, *(unit_smem<D, MT> *)unit_shared).run();
 }
 
 } // namespace attn
