@@ -110,6 +110,7 @@ static int send_snapshot_part(struct kn_session *ses)
     n = BT_MIN(snap->first[tier + 1] - at, (size_t)SNAPSHOT_BATCH);
     part.seq = snap->seq;
     part.first = at == 0;
+    part.before = at;
     part.last = at + n == total;
     part.tier = (Baton__V1__CacheTier)tier;
     part.n_blocks = n;

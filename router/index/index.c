@@ -1,0 +1,801 @@
+/* See index.h. A slot's key is the fingerprint times an odd number (a bijection), so that
+ * fingerprints of any origin spread over segments and slots. Inside a segment all keys ascend and
+ * every key stands at or behind its home with no free slot in between: a search ends at the first
+ * larger key, a rebuild is one pass. */
+#include "router/index/index.h"
+
+#include "common/base/buf.h"
+#include "common/ds/map.h"
+
+#include <stdlib.h>
+
+#define SEGMENT_BITS 8
+#define N_SEGMENTS   (1u << SEGMENT_BITS)
+#define SLACK        32u /* slots behind the last home */
+#define CAP_MIN      16u
+#define CAP_MAX      (1u << 30)
+#define LOAD_NUM     85u /* most: 85 % */
+#define AHEAD        16u
+#define MIX          0x9e3779b97f4a7c15ull
+#define INLINE       4u
+#define LINE_SLOTS   4u
+#define WINDOW       64u /* blocks that are looked up together */
+
+#define GUESS    (1u << RT_INDEX_TIERS)
+#define ALL_BITS 15u
+#define MANY     0xfff0u /* e[0] of a slot whose views are in an array */
+
+/* An entry is view << 4 | bits; bits 0 = no entry. */
+struct slot {
+    uint64_t key; /* 0 = free */
+    union {
+        uint16_t e[INLINE];
+        struct {
+            uint16_t many, pad;
+            uint32_t idx;
+        };
+    };
+};
+_Static_assert(sizeof(struct slot) == 16, "bytes per entry");
+
+struct segment {
+    struct slot *slots; /* [cap + SLACK] */
+    uint32_t cap, n;
+};
+
+struct set {
+    uint16_t *e;
+    uint32_t n, cap; /* cap 0 = free, n is the next free one then */
+};
+
+enum view_state { VIEW_FREE, VIEW_OPEN, VIEW_CLOSED };
+
+struct view {
+    enum view_state state;
+    uint32_t look;    /* number of the look-up that has touched its run */
+    uint32_t run;     /* its place in runs */
+    uint64_t n_guess; /* guesses not yet withdrawn, counted */
+    uint64_t swept;   /* sweeps begun before it was closed */
+    struct kv_digest digests[RT_INDEX_TIERS];
+};
+
+struct rt_index {
+    struct segment segs[N_SEGMENTS];
+    struct set *sets;
+    uint32_t n_sets, cap_sets, free_set; /* free_set: index + 1 */
+    struct view *views;                  /* [RT_VIEWS_MAX] */
+    struct rt_run *runs;                 /* [RT_VIEWS_MAX] of the last look-up */
+    struct bt_map guesses;               /* (key, view) -> count */
+    uint32_t look;
+    uint32_t n_open, n_closed;
+    uint32_t sweep_at; /* segment */
+    uint64_t n_rounds; /* sweeps over all segments that have begun */
+    uint64_t n_entries, set_bytes;
+};
+
+/* ---- life ---- */
+
+int rt_index_create(struct rt_index **ret_index, struct bt_err *err)
+{
+    struct rt_index *x = bt_calloc(1, sizeof(*x));
+
+    if (x) {
+        bt_map_init(&x->guesses);
+        x->views = bt_calloc(RT_VIEWS_MAX, sizeof(*x->views));
+        x->runs = bt_calloc(RT_VIEWS_MAX, sizeof(*x->runs));
+    }
+    if (!x || !x->views || !x->runs) {
+        rt_index_destroy(x);
+        return BT_FAIL(err, BT_E_NOMEM, "router index: no memory");
+    }
+    *ret_index = x;
+    return BT_OK;
+}
+
+void rt_index_destroy(struct rt_index *x)
+{
+    if (!x) {
+        return;
+    }
+    for (uint32_t i = 0; i < N_SEGMENTS; i++) {
+        free(x->segs[i].slots);
+    }
+    for (uint32_t i = 0; i < x->n_sets; i++) {
+        free(x->sets[i].e);
+    }
+    free(x->sets);
+    free(x->views);
+    free(x->runs);
+    bt_map_fini(&x->guesses);
+    free(x);
+}
+
+/* ---- segments ---- */
+
+static uint64_t key_of(uint64_t fp)
+{
+    uint64_t key = fp * MIX;
+
+    return key ? key : 1;
+}
+
+static struct segment *segment_of(struct rt_index *x, uint64_t key)
+{
+    return &x->segs[key >> (64 - SEGMENT_BITS)];
+}
+
+/* The first slot of a cache line, so that most searches read one. */
+static uint32_t home(const struct segment *s, uint64_t key)
+{
+    return (uint32_t)((key << SEGMENT_BITS >> 32) * s->cap >> 32) & ~(LINE_SLOTS - 1);
+}
+
+/* Where key is, or would go, if that is not before slot i. The segment has slots. */
+static uint32_t place_from(const struct segment *s, uint64_t key, uint32_t i)
+{
+    uint32_t end = s->cap + SLACK;
+
+    while (i < end && s->slots[i].key != 0 && s->slots[i].key < key) {
+        i++;
+    }
+    return i;
+}
+
+static uint32_t place(const struct segment *s, uint64_t key)
+{
+    return place_from(s, key, home(s, key));
+}
+
+static struct slot *find(struct rt_index *x, uint64_t key)
+{
+    struct segment *s = segment_of(x, key);
+    uint32_t i;
+
+    if (!s->slots) {
+        return NULL;
+    }
+    i = place(s, key);
+    return i < s->cap + SLACK && s->slots[i].key == key ? &s->slots[i] : NULL;
+}
+
+/* False: the slack behind the last home is not enough for these keys. */
+static bool refill(struct segment *to, const struct segment *from)
+{
+    uint32_t at = 0;
+
+    for (uint32_t i = 0; from->slots && i < from->cap + SLACK; i++) {
+        if (from->slots[i].key != 0) {
+            at = BT_MAX(at, home(to, from->slots[i].key));
+            if (at >= to->cap + SLACK) {
+                return false;
+            }
+            to->slots[at++] = from->slots[i];
+        }
+    }
+    return true;
+}
+
+/* Zeroed, aligned to cache lines. */
+static struct slot *make_slots(uint32_t cap)
+{
+    size_t bytes = BT_DIV_UP((size_t)cap + SLACK, LINE_SLOTS) * BT_CACHE_LINE;
+    void *p = aligned_alloc(BT_CACHE_LINE, bytes);
+
+    return p ? memset(p, 0, bytes) : NULL;
+}
+
+static int resize(struct segment *s, uint32_t cap)
+{
+    struct segment to = {.n = s->n};
+
+    for (;; cap += cap / 2) {
+        if (cap > CAP_MAX) {
+            return BT_E_NOMEM;
+        }
+        to.cap = BT_MAX(cap, CAP_MIN);
+        to.slots = make_slots(to.cap);
+        if (!to.slots) {
+            return BT_E_NOMEM;
+        }
+        if (refill(&to, s)) {
+            break;
+        }
+        free(to.slots);
+    }
+    free(s->slots);
+    *s = to;
+    return BT_OK;
+}
+
+/* The slot of key, made if it is missing. */
+static struct slot *obtain(struct rt_index *x, uint64_t key)
+{
+    struct segment *s = segment_of(x, key);
+
+    if (!s->slots && resize(s, CAP_MIN) < 0) {
+        return NULL;
+    }
+    for (;;) {
+        uint32_t i = place(s, key), end = s->cap + SLACK, hole;
+
+        if (i < end && s->slots[i].key == key) {
+            return &s->slots[i];
+        }
+        for (hole = i; hole < end && s->slots[hole].key != 0; hole++) {
+        }
+        if (hole < end && (uint64_t)(s->n + 1) * 100 <= (uint64_t)s->cap * LOAD_NUM) {
+            memmove(&s->slots[i + 1], &s->slots[i], (hole - i) * sizeof(*s->slots));
+            s->slots[i] = (struct slot){.key = key};
+            s->n++;
+            return &s->slots[i];
+        }
+        if (resize(s, s->cap + s->cap / 5 + 4) < 0) {
+            return NULL;
+        }
+    }
+}
+
+static void take_out(struct rt_index *x, struct slot *slot)
+{
+    struct segment *s = segment_of(x, slot->key);
+    uint32_t i = (uint32_t)(slot - s->slots), end = i + 1;
+
+    while (end < s->cap + SLACK && s->slots[end].key != 0 && home(s, s->slots[end].key) < end) {
+        end++;
+    }
+    memmove(&s->slots[i], &s->slots[i + 1], (end - i - 1) * sizeof(*s->slots));
+    s->slots[end - 1] = (struct slot){0};
+    s->n--;
+}
+
+/* ---- the views of a slot ---- */
+
+static uint16_t *entries(const struct rt_index *x, struct slot *slot, uint32_t *ret_n)
+{
+    if (slot->many == MANY) {
+        *ret_n = x->sets[slot->idx].n;
+        return x->sets[slot->idx].e;
+    }
+    *ret_n = INLINE;
+    return slot->e;
+}
+
+static int set_reserve(struct rt_index *x, struct set *set, uint32_t cap)
+{
+    void *p = realloc(set->e, cap * sizeof(*set->e));
+
+    if (!p) {
+        return BT_E_NOMEM;
+    }
+    x->set_bytes += (cap - set->cap) * sizeof(*set->e);
+    set->e = p;
+    set->cap = cap;
+    return BT_OK;
+}
+
+/* An empty set, of those given back if there are any. */
+static int take_set(struct rt_index *x, uint32_t *ret_idx)
+{
+    if (x->free_set > 0) {
+        *ret_idx = x->free_set - 1;
+        x->free_set = x->sets[*ret_idx].n;
+        x->sets[*ret_idx].n = 0;
+        return BT_OK;
+    }
+    if (x->n_sets == x->cap_sets) {
+        uint32_t cap = BT_MAX(2 * x->cap_sets, 64u);
+        void *p = realloc(x->sets, cap * sizeof(*x->sets));
+
+        if (!p) {
+            return BT_E_NOMEM;
+        }
+        x->sets = p;
+        x->cap_sets = cap;
+    }
+    *ret_idx = x->n_sets++;
+    x->sets[*ret_idx] = (struct set){0};
+    return BT_OK;
+}
+
+static void free_set(struct rt_index *x, uint32_t idx)
+{
+    struct set *set = &x->sets[idx];
+
+    x->set_bytes -= set->cap * sizeof(*set->e);
+    free(set->e);
+    *set = (struct set){.n = x->free_set};
+    x->free_set = idx + 1;
+}
+
+/* Moves the four entries of a full slot into an array. */
+static int spread(struct rt_index *x, struct slot *slot)
+{
+    uint32_t idx;
+
+    if (take_set(x, &idx) < 0) {
+        return BT_E_NOMEM;
+    }
+    if (set_reserve(x, &x->sets[idx], 2 * INLINE) < 0) {
+        free_set(x, idx);
+        return BT_E_NOMEM;
+    }
+    memcpy(x->sets[idx].e, slot->e, sizeof(slot->e));
+    x->sets[idx].n = INLINE;
+    slot->many = MANY;
+    slot->pad = 0;
+    slot->idx = idx;
+    return BT_OK;
+}
+
+/* Few are left: back into the slot. */
+static void gather(struct rt_index *x, struct slot *slot)
+{
+    uint32_t idx = slot->idx, n = x->sets[idx].n;
+    uint16_t e[INLINE] = {0};
+
+    memcpy(e, x->sets[idx].e, n * sizeof(*e));
+    free_set(x, idx);
+    memcpy(slot->e, e, sizeof(e));
+}
+
+static uint16_t *entry_of(const struct rt_index *x, struct slot *slot, uint16_t view)
+{
+    uint32_t n;
+    uint16_t *e = entries(x, slot, &n);
+
+    for (uint32_t i = 0; i < n; i++) {
+        if (e[i] >> 4 == view && (e[i] & ALL_BITS)) {
+            return &e[i];
+        }
+    }
+    return NULL;
+}
+
+static int add_entry(struct rt_index *x, struct slot *slot, uint16_t entry)
+{
+    struct set *set;
+
+    if (slot->many != MANY) {
+        for (uint32_t i = 0; i < INLINE; i++) {
+            if (!(slot->e[i] & ALL_BITS)) {
+                slot->e[i] = entry;
+                x->n_entries++;
+                return BT_OK;
+            }
+        }
+        if (spread(x, slot) < 0) {
+            return BT_E_NOMEM;
+        }
+    }
+    set = &x->sets[slot->idx];
+    if (set->n == set->cap && set_reserve(x, set, set->cap + set->cap / 2) < 0) {
+        return BT_E_NOMEM;
+    }
+    set->e[set->n++] = entry;
+    x->n_entries++;
+    return BT_OK;
+}
+
+static bool is_empty(const struct slot *slot)
+{
+    return slot->many != MANY && !((slot->e[0] | slot->e[1] | slot->e[2] | slot->e[3]) & ALL_BITS);
+}
+
+/* The entry is one of the slot's. */
+static void drop_entry(struct rt_index *x, struct slot *slot, uint16_t *e)
+{
+    x->n_entries--;
+    if (slot->many != MANY) {
+        *e = 0;
+    } else {
+        struct set *set = &x->sets[slot->idx];
+
+        *e = set->e[--set->n];
+        if (set->n < INLINE) {
+            gather(x, slot);
+        }
+    }
+}
+
+/* Sets and takes away bits of (key, view). Returns the bits before, or an error. */
+static int change(struct rt_index *x, uint64_t key, uint16_t view, unsigned set, unsigned unset)
+{
+    struct slot *slot = set ? obtain(x, key) : find(x, key);
+    uint16_t *e = slot ? entry_of(x, slot, view) : NULL;
+    unsigned had = e ? *e & ALL_BITS : 0, now = (had | set) & ~unset;
+
+    if (!slot) {
+        return set ? BT_E_NOMEM : 0;
+    }
+    if (now == 0) {
+        if (e) {
+            drop_entry(x, slot, e);
+        }
+    } else if (e) {
+        *e = (uint16_t)(view << 4 | now);
+    } else if (add_entry(x, slot, (uint16_t)(view << 4 | now)) < 0) {
+        if (is_empty(slot)) {
+            take_out(x, slot);
+        }
+        return BT_E_NOMEM;
+    }
+    if (is_empty(slot)) {
+        take_out(x, slot);
+    }
+    return (int)had;
+}
+
+/* ---- changes ---- */
+
+/* Takes the bits off all entries of the view. Rare: a node has lost a whole tier. */
+static void clear(struct rt_index *x, uint16_t view, unsigned unset)
+{
+    for (uint32_t s = 0; s < N_SEGMENTS; s++) {
+        struct segment *seg = &x->segs[s];
+
+        for (uint32_t i = 0; seg->slots && i < seg->cap + SLACK;) {
+            struct slot *slot = &seg->slots[i];
+            uint64_t key = slot->key;
+            uint16_t *e = key ? entry_of(x, slot, view) : NULL;
+
+            if (e && !(*e & ALL_BITS & ~unset)) {
+                drop_entry(x, slot, e);
+                if (is_empty(slot)) {
+                    take_out(x, slot);
+                    continue; /* another one may have come here */
+                }
+            } else if (e) {
+                *e &= (uint16_t)~unset;
+            }
+            i++;
+        }
+    }
+}
+
+static int apply_one(struct rt_index *x, uint16_t view, const struct kv_event *ev)
+{
+    struct kv_digest *d = &x->views[view].digests[ev->tier];
+    unsigned bit = 1u << ev->tier;
+    bool stored = ev->kind == KV_EVENT_STORED;
+    int had;
+
+    if (ev->kind == KV_EVENT_CLEARED) {
+        if (d->n > 0) {
+            clear(x, view, bit);
+            *d = (struct kv_digest){0, 0};
+        }
+        return BT_OK;
+    }
+    had = change(x, key_of(ev->fingerprint), view, stored ? bit : 0, stored ? 0 : bit);
+    if (had < 0) {
+        return had;
+    }
+    if (stored != (((unsigned)had & bit) != 0)) {
+        d->n += stored ? 1 : (uint64_t)-1;
+        d->sum += stored ? ev->fingerprint : -ev->fingerprint;
+    }
+    return BT_OK;
+}
+
+/* Inlined by force: as a function of its own it has no effect that a compiler must keep. */
+static inline __attribute__((always_inline)) void fetch(struct rt_index *x, uint64_t key)
+{
+    const struct segment *s = segment_of(x, key);
+
+    __builtin_prefetch(s->slots ? &s->slots[home(s, key)] : NULL);
+}
+
+int rt_index_apply(struct rt_index *x, uint16_t view, const struct kv_event *ev, size_t n)
+{
+    int rc = BT_OK;
+
+    BT_BUG_ON(view >= RT_VIEWS_MAX || x->views[view].state != VIEW_OPEN);
+    for (size_t i = 0; i < BT_MIN(n, (size_t)AHEAD); i++) {
+        fetch(x, key_of(ev[i].fingerprint));
+    }
+    for (size_t i = 0; i < n; i++) {
+        int one = BT_OK;
+
+        if (i + AHEAD < n) {
+            fetch(x, key_of(ev[i + AHEAD].fingerprint));
+        }
+        if (ev[i].tier < RT_INDEX_TIERS) {
+            one = apply_one(x, view, &ev[i]);
+        }
+        rc = one < 0 ? one : rc;
+    }
+    return rc;
+}
+
+struct kv_digest rt_index_digest(const struct rt_index *x, uint16_t view, unsigned tier)
+{
+    BT_BUG_ON(view >= RT_VIEWS_MAX || tier >= RT_INDEX_TIERS);
+    return x->views[view].digests[tier];
+}
+
+/* ---- guesses ---- */
+
+static uint64_t guess_key(uint64_t key, uint16_t view)
+{
+    return key ^ (view + 1) * 0xd6e8feb86659fd93ull;
+}
+
+static void withdraw_one(struct rt_index *x, uint16_t view, uint64_t key)
+{
+    uint64_t gk = guess_key(key, view);
+    uintptr_t n = (uintptr_t)bt_map_get(&x->guesses, gk);
+
+    BT_BUG_ON(n == 0);
+    x->views[view].n_guess--;
+    if (n > 1) {
+        BT_BUG_ON(bt_map_put(&x->guesses, gk, (void *)(n - 1)) < 0); /* replaces */
+        return;
+    }
+    bt_map_del(&x->guesses, gk);
+    change(x, key, view, 0, GUESS);
+}
+
+int rt_index_guess(struct rt_index *x, uint16_t view, const uint64_t *fps, size_t n)
+{
+    BT_BUG_ON(view >= RT_VIEWS_MAX || x->views[view].state != VIEW_OPEN);
+    for (size_t i = 0; i < n; i++) {
+        uint64_t key = key_of(fps[i]), gk = guess_key(key, view);
+        uintptr_t had = (uintptr_t)bt_map_get(&x->guesses, gk);
+        int rc = bt_map_put(&x->guesses, gk, (void *)(had + 1));
+
+        x->views[view].n_guess += rc == BT_OK;
+        if (rc == BT_OK && had == 0) {
+            rc = BT_MIN(change(x, key, view, GUESS, 0), 0);
+            i += rc < 0; /* its count is there: withdrawn with the others */
+        }
+        if (rc < 0) {
+            rt_index_withdraw(x, view, fps, i);
+            return rc;
+        }
+    }
+    return BT_OK;
+}
+
+void rt_index_withdraw(struct rt_index *x, uint16_t view, const uint64_t *fps, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        withdraw_one(x, view, key_of(fps[i]));
+    }
+}
+
+/* ---- views ---- */
+
+int rt_index_open(struct rt_index *x, uint16_t *ret_view)
+{
+    for (uint32_t i = 0; i < RT_VIEWS_MAX; i++) {
+        if (x->views[i].state == VIEW_FREE) {
+            x->views[i] = (struct view){.state = VIEW_OPEN};
+            x->n_open++;
+            *ret_view = (uint16_t)i;
+            return BT_OK;
+        }
+    }
+    return BT_E_EXHAUSTED;
+}
+
+void rt_index_close(struct rt_index *x, uint16_t view)
+{
+    if (view != RT_VIEW_NONE) {
+        BT_BUG_ON(view >= RT_VIEWS_MAX || x->views[view].state != VIEW_OPEN);
+        x->views[view].state = VIEW_CLOSED;
+        x->views[view].swept = x->n_rounds;
+        x->n_open--;
+        x->n_closed++;
+    }
+}
+
+static void sweep_slot(struct rt_index *x, struct slot *slot)
+{
+    uint32_t n;
+    uint16_t *e = entries(x, slot, &n);
+
+    for (uint32_t i = n; i-- > 0;) {
+        if ((e[i] & ALL_BITS) && x->views[e[i] >> 4].state == VIEW_CLOSED) {
+            drop_entry(x, slot, &e[i]);
+            e = entries(x, slot, &n);
+            i = BT_MIN(i, n);
+        }
+    }
+}
+
+/* A closed view is free after a whole round that began behind its end, and once nobody guesses
+ * about it any more. */
+static void end_round(struct rt_index *x)
+{
+    for (uint32_t i = 0; i < RT_VIEWS_MAX; i++) {
+        struct view *v = &x->views[i];
+
+        if (v->state == VIEW_CLOSED && v->swept < x->n_rounds && v->n_guess == 0) {
+            v->state = VIEW_FREE;
+            x->n_closed--;
+        }
+    }
+}
+
+bool rt_index_sweep(struct rt_index *x)
+{
+    struct segment *s = &x->segs[x->sweep_at];
+
+    if (x->n_closed == 0) {
+        return false;
+    }
+    if (x->sweep_at == 0) {
+        x->n_rounds++;
+    }
+    for (uint32_t i = 0; s->slots && i < s->cap + SLACK;) {
+        if (s->slots[i].key != 0) {
+            sweep_slot(x, &s->slots[i]);
+            if (is_empty(&s->slots[i])) {
+                take_out(x, &s->slots[i]);
+                continue;
+            }
+        }
+        i++;
+    }
+    if (s->cap > CAP_MIN && s->n < s->cap / 3) {
+        resize(s, s->n + s->n / 2); /* without memory it stays as large as it is */
+    }
+    x->sweep_at = (x->sweep_at + 1) % N_SEGMENTS;
+    if (x->sweep_at == 0) {
+        end_round(x);
+    }
+    return x->n_closed > 0;
+}
+
+/* ---- look-up ---- */
+
+static void extend(struct rt_run *r, uint32_t i, unsigned bits)
+{
+    unsigned tier = bits & (GUESS | 1) ? 0 : bits & 2 ? 1 : 2;
+
+    if (tier == 0 && r->upto[0] == i) {
+        r->upto[0]++;
+        r->guessed += !(bits & 1);
+    }
+    if (tier <= 1 && r->upto[1] == i) {
+        r->upto[1]++;
+        r->slow[1] += tier == 1;
+    }
+    r->upto[2]++;
+    r->slow[2] += tier == 2;
+    r->host_in_disk += tier == 1;
+}
+
+/* The run that ends before block i, if the view has one. */
+static struct rt_run *run_of(struct rt_index *x, uint16_t view, uint32_t i, size_t *n_runs)
+{
+    struct view *v = &x->views[view];
+
+    if (v->state != VIEW_OPEN) {
+        return NULL;
+    }
+    if (v->look == x->look) {
+        struct rt_run *r = &x->runs[v->run];
+
+        return r->upto[2] == i ? r : NULL;
+    }
+    if (i > 0) {
+        return NULL;
+    }
+    v->look = x->look;
+    v->run = (uint32_t)*n_runs;
+    x->runs[*n_runs] = (struct rt_run){.view = view};
+    return &x->runs[(*n_runs)++];
+}
+
+/* Searches the slots of n blocks, the lines of which are on their way. Those that go on behind
+ * their line are fetched and finished in a second pass, so that no search waits for memory. */
+static void find_all(struct rt_index *x, const uint64_t *fps, size_t n, struct slot **ret)
+{
+    uint32_t at[WINDOW], on[WINDOW], n_on = 0;
+
+    for (uint32_t i = 0; i < n; i++) {
+        uint64_t key = key_of(fps[i]);
+        struct segment *s = segment_of(x, key);
+        struct slot *line;
+        uint32_t k = 0;
+
+        ret[i] = NULL;
+        if (!s->slots) {
+            continue;
+        }
+        line = &s->slots[home(s, key)];
+        /* Behind a free slot (0 - 1 is the largest) all keys are larger: counted without branches,
+         * which nobody could predict. */
+        for (uint32_t j = 0; j < LINE_SLOTS; j++) {
+            k += line[j].key - 1 < key - 1;
+        }
+        if (k == LINE_SLOTS) {
+            __builtin_prefetch(line + k);
+            at[n_on] = (uint32_t)(line - s->slots) + k;
+            on[n_on++] = i;
+        } else if (line[k].key == key) {
+            ret[i] = &line[k];
+        }
+    }
+    for (uint32_t j = 0; j < n_on; j++) {
+        uint64_t key = key_of(fps[on[j]]);
+        struct segment *s = segment_of(x, key);
+        uint32_t k = place_from(s, key, at[j]);
+
+        ret[on[j]] = k < s->cap + SLACK && s->slots[k].key == key ? &s->slots[k] : NULL;
+    }
+}
+
+/* Block i of the prompt lies in this slot. False: no run goes on. */
+static bool extend_all(struct rt_index *x, struct slot *slot, uint32_t i, size_t *n_runs)
+{
+    bool any = false;
+    uint32_t n;
+    uint16_t *e = entries(x, slot, &n);
+
+    for (uint32_t k = 0; k < n; k++) {
+        struct rt_run *r = e[k] & ALL_BITS ? run_of(x, e[k] >> 4, i, n_runs) : NULL;
+
+        if (r) {
+            extend(r, i, e[k] & ALL_BITS);
+            any = true;
+        }
+    }
+    return any;
+}
+
+static void begin_look(struct rt_index *x)
+{
+    if (++x->look == 0) { /* all stamps are older than that */
+        for (uint32_t i = 0; i < RT_VIEWS_MAX; i++) {
+            x->views[i].look = 0;
+        }
+        x->look = 1;
+    }
+}
+
+const struct rt_run *
+rt_index_look(struct rt_index *x, const uint64_t *fps, size_t n, size_t *ret_n_runs)
+{
+    struct slot *slots[WINDOW];
+    bool on = true;
+
+    begin_look(x);
+    *ret_n_runs = 0;
+    for (size_t i = 0; i < BT_MIN(n, (size_t)WINDOW); i++) {
+        fetch(x, key_of(fps[i]));
+    }
+    for (size_t from = 0; on && from < n; from += WINDOW) {
+        size_t len = BT_MIN(n - from, (size_t)WINDOW);
+        size_t end = BT_MIN(from + 2 * WINDOW, n);
+
+        for (size_t i = from + WINDOW; i < end; i++) {
+            fetch(x, key_of(fps[i]));
+        }
+        find_all(x, fps + from, len, slots);
+        for (size_t i = 0; on && i < len; i++) {
+            on = slots[i] && extend_all(x, slots[i], (uint32_t)(from + i), ret_n_runs);
+        }
+    }
+    return x->runs;
+}
+
+struct rt_index_stats rt_index_stats(const struct rt_index *x)
+{
+    struct rt_index_stats s = {.entries = x->n_entries,
+                               .guesses = x->guesses.n,
+                               .views = x->n_open,
+                               .closed = x->n_closed};
+
+    s.bytes = sizeof(*x) + RT_VIEWS_MAX * (sizeof(*x->views) + sizeof(*x->runs)) +
+              x->cap_sets * sizeof(*x->sets) + x->set_bytes +
+              x->guesses.cap * sizeof(*x->guesses.slots);
+    for (uint32_t i = 0; i < N_SEGMENTS; i++) {
+        const struct segment *seg = &x->segs[i];
+
+        s.blocks += seg->n;
+        s.bytes += seg->slots ? (seg->cap + SLACK) * sizeof(*seg->slots) : 0;
+    }
+    return s;
+}

@@ -1,0 +1,146 @@
+/* A node's side of CacheFollow without a node: the log of changes, one follower's cursor, and the
+ * messages that kernels/serve/cache.c would send, packed. For the router's decoder in tests and in
+ * the replay tool. */
+#ifndef BT_TESTS_TOOLS_EVNODE_H
+#define BT_TESTS_TOOLS_EVNODE_H
+
+#include "common/base/buf.h"
+#include "kvstore/block/events.h"
+#include "proto/node.pb-c.h"
+
+#include <stdlib.h>
+
+#define EVNODE_BATCH 256
+#define EVNODE_PART  8192
+
+struct evnode {
+    struct kv_event_log *log;
+    uint64_t seq; /* sent up to here */
+    struct kv_event_snapshot snap;
+    size_t snap_at;
+    bool follows;
+};
+
+/* One packed NodeMessage; bytes are the receiver's. */
+struct evnode_msg {
+    size_t n;
+    uint8_t *bytes;
+};
+
+static inline struct evnode_msg evnode_pack(const Baton__V1__NodeMessage *m)
+{
+    struct evnode_msg out = {.n = baton__v1__node_message__get_packed_size(m)};
+
+    out.bytes = malloc(out.n + 1);
+    BT_BUG_ON(!out.bytes);
+    baton__v1__node_message__pack(m, out.bytes);
+    return out;
+}
+
+static inline void evnode_follow(struct evnode *e, uint64_t after, bool snapshot)
+{
+    free(e->snap.fingerprints);
+    e->snap.fingerprints = NULL;
+    e->follows = true;
+    e->seq = snapshot ? UINT64_MAX : after;
+}
+
+static inline struct evnode_msg evnode_part(struct evnode *e)
+{
+    Baton__V1__NodeMessage m = BATON__V1__NODE_MESSAGE__INIT;
+    Baton__V1__CacheSnapshot part = BATON__V1__CACHE_SNAPSHOT__INIT;
+    struct evnode_msg out;
+    unsigned tier = 0;
+    size_t n;
+
+    while (tier + 1 < KV_EVENT_TIERS && e->snap_at >= e->snap.first[tier + 1]) {
+        tier++;
+    }
+    n = BT_MIN(e->snap.first[tier + 1] - e->snap_at, (size_t)EVNODE_PART);
+    part.seq = e->snap.seq;
+    part.first = e->snap_at == 0;
+    part.before = e->snap_at;
+    part.last = e->snap_at + n == e->snap.first[KV_EVENT_TIERS];
+    part.tier = (Baton__V1__CacheTier)tier;
+    part.n_blocks = n;
+    part.blocks = e->snap.fingerprints + e->snap_at;
+    m.kind_case = BATON__V1__NODE_MESSAGE__KIND_SNAPSHOT;
+    m.snapshot = &part;
+    out = evnode_pack(&m);
+    e->snap_at += n;
+    if (part.last) {
+        e->seq = e->snap.seq;
+        free(e->snap.fingerprints);
+        e->snap.fingerprints = NULL;
+    }
+    return out;
+}
+
+/* The next message for the follower; n = 0: it has everything. */
+static inline struct evnode_msg evnode_next(struct evnode *e)
+{
+    Baton__V1__NodeMessage m = BATON__V1__NODE_MESSAGE__INIT;
+    Baton__V1__CacheEvents events = BATON__V1__CACHE_EVENTS__INIT;
+    Baton__V1__CacheEvent runs[EVNODE_BATCH], *ptrs[EVNODE_BATCH];
+    struct kv_event ev[EVNODE_BATCH];
+    uint64_t fps[EVNODE_BATCH];
+    size_t n, n_runs = 0;
+
+    if (!e->follows) {
+        return (struct evnode_msg){0};
+    }
+    if (!e->snap.fingerprints && !kv_event_log_read(e->log, e->seq, ev, EVNODE_BATCH, &n)) {
+        BT_BUG_ON(kv_event_log_snapshot(e->log, &e->snap) < 0);
+        e->snap_at = 0;
+    }
+    if (e->snap.fingerprints) {
+        return evnode_part(e);
+    }
+    if (n == 0) {
+        return (struct evnode_msg){0};
+    }
+    for (size_t i = 0; i < n; i++) {
+        Baton__V1__CacheEvent *r = n_runs ? &runs[n_runs - 1] : NULL;
+
+        fps[i] = ev[i].fingerprint;
+        if (!r || ev[i].kind == KV_EVENT_CLEARED || (int)r->change != (int)ev[i].kind ||
+            (int)r->tier != (int)ev[i].tier) {
+            r = ptrs[n_runs] = &runs[n_runs];
+            n_runs++;
+            baton__v1__cache_event__init(r);
+            r->change = (Baton__V1__CacheChange)ev[i].kind;
+            r->tier = (Baton__V1__CacheTier)ev[i].tier;
+            r->blocks = fps + i;
+        }
+        r->n_blocks += ev[i].kind != KV_EVENT_CLEARED;
+    }
+    events.seq = e->seq + 1;
+    events.n_events = n_runs;
+    events.events = ptrs;
+    e->seq += n;
+    m.kind_case = BATON__V1__NODE_MESSAGE__KIND_EVENTS;
+    m.events = &events;
+    return evnode_pack(&m);
+}
+
+/* The digests of a load, into arrays of the caller. */
+static inline void evnode_digests(const struct evnode *e,
+                                  Baton__V1__NodeLoad *l,
+                                  Baton__V1__CacheTierState tiers[KV_EVENT_TIERS],
+                                  Baton__V1__CacheTierState *ptrs[KV_EVENT_TIERS])
+{
+    l->cache_seq = kv_event_log_seq(e->log);
+    l->n_tiers = KV_EVENT_TIERS;
+    l->tiers = ptrs;
+    for (unsigned t = 0; t < KV_EVENT_TIERS; t++) {
+        struct kv_digest d = kv_event_log_digest(e->log, t);
+
+        baton__v1__cache_tier_state__init(&tiers[t]);
+        tiers[t].tier = (Baton__V1__CacheTier)t;
+        tiers[t].blocks = d.n;
+        tiers[t].sum = d.sum;
+        ptrs[t] = &tiers[t];
+    }
+}
+
+#endif

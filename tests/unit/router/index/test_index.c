@@ -1,0 +1,286 @@
+/* The router's prefix index against a plain model: changes, views, guesses, sweeps, runs, bytes. */
+#include "router/index/index.h"
+
+#include "common/base/buf.h"
+#include "tests/unit/cmocka.h"
+
+#include <stdlib.h>
+
+#define N_FP    400
+#define N_VIEWS 40
+
+static uint64_t rnd(uint64_t *x)
+{
+    *x = *x * 6364136223846793005ull + 1442695040888963407ull;
+    return *x >> 33;
+}
+
+static struct rt_index *make(void)
+{
+    struct rt_index *x = NULL;
+
+    assert_int_equal(rt_index_create(&x, NULL), BT_OK);
+    return x;
+}
+
+static uint16_t open_view(struct rt_index *x)
+{
+    uint16_t v = RT_VIEW_NONE;
+
+    assert_int_equal(rt_index_open(x, &v), BT_OK);
+    return v;
+}
+
+static void
+put(struct rt_index *x, uint16_t view, enum kv_event_kind kind, unsigned tier, uint64_t fp)
+{
+    struct kv_event ev = {fp, (uint8_t)kind, (uint8_t)tier};
+
+    assert_int_equal(rt_index_apply(x, view, &ev, 1), BT_OK);
+}
+
+static const struct rt_run *run_of(const struct rt_run *runs, size_t n, uint16_t view)
+{
+    for (size_t i = 0; i < n; i++) {
+        if (runs[i].view == view) {
+            return &runs[i];
+        }
+    }
+    return NULL;
+}
+
+static void test_runs_by_tier(void **state)
+{
+    struct rt_index *x = make();
+    uint16_t a = open_view(x), b = open_view(x), c = open_view(x);
+    const uint64_t fps[] = {11, 12, 13, 14, 15, 16};
+    /* a: pool pool host pool disk -; b: disk, then everything in the pool but the second; c: only
+     * the second. */
+    static const int a_tier[] = {0, 0, 1, 0, 2};
+    const struct rt_run *runs, *r;
+    size_t n;
+
+    for (int i = 0; i < 5; i++) {
+        put(x, a, KV_EVENT_STORED, (unsigned)a_tier[i], fps[i]);
+    }
+    put(x, a, KV_EVENT_STORED, 2, fps[0]); /* also on disk: the pool counts */
+    put(x, b, KV_EVENT_STORED, 2, fps[0]);
+    put(x, b, KV_EVENT_STORED, 0, fps[2]);
+    put(x, c, KV_EVENT_STORED, 0, fps[1]);
+    runs = rt_index_look(x, fps, 6, &n);
+    assert_int_equal(n, 2);
+    r = run_of(runs, n, a);
+    assert_non_null(r);
+    assert_int_equal(r->upto[0], 2);
+    assert_int_equal(r->upto[1], 4);
+    assert_int_equal(r->upto[2], 5);
+    assert_int_equal(r->slow[1], 1);
+    assert_int_equal(r->slow[2], 1);
+    assert_int_equal(r->host_in_disk, 1);
+    r = run_of(runs, n, b);
+    assert_non_null(r);
+    assert_int_equal(r->upto[0], 0);
+    assert_int_equal(r->upto[1], 0);
+    assert_int_equal(r->upto[2], 1);
+    rt_index_look(x, fps + 5, 1, &n);
+    assert_int_equal(n, 0);
+    rt_index_look(x, fps, 0, &n);
+    assert_int_equal(n, 0);
+    rt_index_destroy(x);
+}
+
+static void test_guesses_are_counted(void **state)
+{
+    struct rt_index *x = make();
+    uint16_t v = open_view(x);
+    const uint64_t fps[] = {0, 2, 3}; /* zero is a fingerprint like any other */
+    const struct rt_run *r;
+    size_t n;
+
+    assert_int_equal(rt_index_guess(x, v, fps, 3), BT_OK);
+    assert_int_equal(rt_index_guess(x, v, fps, 2), BT_OK);
+    put(x, v, KV_EVENT_STORED, 0, 0);
+    r = rt_index_look(x, fps, 3, &n);
+    assert_int_equal(n, 1);
+    assert_int_equal(r->upto[0], 3);
+    assert_int_equal(r->guessed, 2);
+    assert_true(rt_index_digest(x, v, 0).n == 1); /* guesses are no part of it */
+    rt_index_withdraw(x, v, fps, 3);
+    r = rt_index_look(x, fps, 3, &n);
+    assert_int_equal(r->upto[0], 2);
+    rt_index_withdraw(x, v, fps, 2);
+    r = rt_index_look(x, fps, 3, &n);
+    assert_int_equal(r->upto[0], 1); /* what was stored stays */
+    assert_int_equal(r->guessed, 0);
+    assert_true(rt_index_stats(x).entries == 1);
+    assert_true(rt_index_stats(x).guesses == 0);
+    rt_index_destroy(x);
+}
+
+/* Guesses of a closed view are withdrawn later; its number is not used before. */
+static void test_closed_views(void **state)
+{
+    struct rt_index *x = make();
+    uint16_t a = open_view(x), b = open_view(x), c;
+    const uint64_t fp = 77;
+    size_t n;
+
+    put(x, a, KV_EVENT_STORED, 0, fp);
+    put(x, b, KV_EVENT_STORED, 1, fp);
+    assert_int_equal(rt_index_guess(x, a, &fp, 1), BT_OK);
+    rt_index_close(x, a);
+    rt_index_look(x, &fp, 1, &n);
+    assert_int_equal(n, 1);
+    for (int i = 0; i < 2000; i++) {
+        rt_index_sweep(x);
+    }
+    assert_true(rt_index_stats(x).entries == 1);
+    c = open_view(x);
+    assert_int_not_equal(c, a);
+    rt_index_withdraw(x, a, &fp, 1);
+    while (rt_index_sweep(x)) {
+    }
+    assert_int_equal(open_view(x), a);
+    rt_index_look(x, &fp, 1, &n);
+    assert_int_equal(n, 1);
+    rt_index_destroy(x);
+}
+
+struct model {
+    uint8_t bits[N_VIEWS][N_FP];
+    uint16_t view[N_VIEWS];
+};
+
+static void check(struct rt_index *x, const struct model *m, const uint64_t *fps)
+{
+    for (int v = 0; v < N_VIEWS; v++) {
+        for (unsigned t = 0; t < RT_INDEX_TIERS; t++) {
+            struct kv_digest d = rt_index_digest(x, m->view[v], t);
+            uint64_t n = 0, sum = 0;
+
+            for (int i = 0; i < N_FP; i++) {
+                if (m->bits[v][i] & 1u << t) {
+                    n++;
+                    sum += fps[i];
+                }
+            }
+            assert_true(d.n == n && d.sum == sum);
+        }
+    }
+}
+
+static void check_look(struct rt_index *x, const struct model *m, const uint64_t *fps, int from)
+{
+    size_t n, len = (size_t)BT_MIN(12, N_FP - from);
+    const struct rt_run *runs = rt_index_look(x, fps + from, len, &n);
+
+    for (int v = 0; v < N_VIEWS; v++) {
+        const struct rt_run *r = run_of(runs, n, m->view[v]);
+        uint32_t upto[RT_INDEX_TIERS] = {0};
+
+        for (unsigned t = 0; t < RT_INDEX_TIERS; t++) {
+            while (upto[t] < len && m->bits[v][from + (int)upto[t]] & ((2u << t) - 1)) {
+                upto[t]++;
+            }
+        }
+        if (upto[2] == 0) {
+            assert_null(r);
+        } else {
+            assert_non_null(r);
+            assert_memory_equal(r->upto, upto, sizeof(upto));
+        }
+    }
+}
+
+/* Random changes; some blocks on many views; views that go and come back; one tier cleared. */
+static void test_against_a_model(void **state)
+{
+    struct model *m = bt_calloc(1, sizeof(*m));
+    struct rt_index *x = make();
+    uint64_t fps[N_FP], seed = 5;
+
+    assert_non_null(m);
+    for (int i = 0; i < N_FP; i++) { /* small ones, near ones, random ones */
+        fps[i] = i < 20   ? (uint64_t)i
+                 : i < 60 ? UINT64_MAX - (uint64_t)i
+                          : rnd(&seed) << 33 | rnd(&seed);
+    }
+    for (int v = 0; v < N_VIEWS; v++) {
+        m->view[v] = open_view(x);
+    }
+    for (int round = 0; round < 300; round++) {
+        for (int k = 0; k < 300; k++) {
+            int v = (int)(rnd(&seed) % N_VIEWS), i = (int)(rnd(&seed) % N_FP);
+            unsigned t = (unsigned)(rnd(&seed) % RT_INDEX_TIERS);
+            bool store = rnd(&seed) % 100 < (round / 60 % 2 ? 35u : 70u);
+
+            put(x, m->view[v], store ? KV_EVENT_STORED : KV_EVENT_REMOVED, t, fps[i]);
+            m->bits[v][i] =
+                store ? (uint8_t)(m->bits[v][i] | 1u << t) : (uint8_t)(m->bits[v][i] & ~(1u << t));
+        }
+        if (round % 10 == 3) {
+            int v = (int)(rnd(&seed) % N_VIEWS);
+
+            rt_index_close(x, m->view[v]);
+            m->view[v] = open_view(x);
+            memset(m->bits[v], 0, N_FP);
+        }
+        if (round % 10 == 7) {
+            int v = (int)(rnd(&seed) % N_VIEWS);
+
+            put(x, m->view[v], KV_EVENT_CLEARED, 1, 0);
+            for (int i = 0; i < N_FP; i++) {
+                m->bits[v][i] &= (uint8_t)~2u;
+            }
+        }
+        for (int k = 0; k < 100; k++) {
+            rt_index_sweep(x);
+        }
+        check(x, m, fps);
+        for (int k = 0; k < 20; k++) {
+            check_look(x, m, fps, (int)(rnd(&seed) % N_FP));
+        }
+    }
+    for (int v = 0; v < N_VIEWS; v++) {
+        rt_index_close(x, m->view[v]);
+    }
+    while (rt_index_sweep(x)) {
+    }
+    assert_true(rt_index_stats(x).entries == 0);
+    assert_true(rt_index_stats(x).blocks == 0);
+    rt_index_destroy(x);
+    free(m);
+}
+
+/* Growing by steps keeps the bytes per entry low at any size, here from 100,000 on. */
+static void test_bytes_per_entry(void **state)
+{
+    struct rt_index *x = make();
+    uint16_t v = open_view(x);
+    uint64_t seed = 9;
+    double most = 0;
+
+    for (int i = 1; i <= 400000; i++) {
+        put(x, v, KV_EVENT_STORED, 0, rnd(&seed) << 33 ^ rnd(&seed));
+        if (i >= 100000 && i % 1000 == 0) {
+            struct rt_index_stats s = rt_index_stats(x);
+            size_t fixed = RT_VIEWS_MAX * 150;
+
+            assert_true(s.entries == (uint64_t)i);
+            most = BT_MAX(most, (double)(s.bytes - fixed) / i);
+        }
+    }
+    assert_true(most <= 24);
+    rt_index_destroy(x);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_runs_by_tier),    cmocka_unit_test(test_guesses_are_counted),
+        cmocka_unit_test(test_closed_views),    cmocka_unit_test(test_against_a_model),
+        cmocka_unit_test(test_bytes_per_entry),
+    };
+
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
