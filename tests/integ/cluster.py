@@ -92,18 +92,20 @@ class Cluster:
     """Started by the fixture `cluster`; what it asserts at the end is in finish()."""
 
     def __init__(self, model, prefill=1, decode=1, redis=True, role="decode", router_args=(),
-                 node_args=(), prefill_args=(), decode_args=(), seeds=(), wait=True, pool="64M", threads=1):
+                 node_args=(), prefill_args=(), decode_args=(), seeds=(), wait=True, pool="64M", threads=1,
+                 keeper=False):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="baton-integ."))
         self.model, self.procs, self.allowed, self.clients = model, {}, [], {}
         self.redis, self.pool, self.threads = None, pool, threads
         try:
             self.common = [f"--redis.address={self.start_redis() if redis else ''}"]
             self.seeds = list(seeds)
+            self.node_extra = [f"--keeper.socket={self.start_keeper()}"] if keeper else []
             for i in range(prefill):
                 self.add_node("prefill", f"prefill-{i}", [*node_args, *prefill_args])
             for i in range(decode):
                 self.add_node("decode", f"decode-{i}", [*node_args, *decode_args, f"--role={role}"])
-            nodes = [p for p in self.procs.values()]
+            nodes = [self.procs[n] for n in self.node_names()]
             for p in nodes:
                 p.wait_ready()
             if not redis:
@@ -124,6 +126,14 @@ class Cluster:
         eventually(sock.exists, 10, "redis socket")
         return f"unix:{sock}"
 
+    def start_keeper(self):
+        sock = self.folder / "keeper.sock"
+        self.procs["keeper"] = Proc("keeper", [
+            str(BUILD / "baton-keeper"), f"--socket={sock}", f"--ready_file={self.folder}/keeper.ready",
+            "--die_with_parent=true"], self.folder)
+        self.procs["keeper"].wait_ready()
+        return sock
+
     def add(self, binary, name, args):
         argv = [str(BUILD / binary), f"--model={self.model}", f"--ready_file={self.folder}/{name}.ready",
                 "--die_with_parent=true", f"--name={name}", "--cluster.poll=100ms", "--cluster.lease=3s",
@@ -133,7 +143,7 @@ class Cluster:
 
     def add_node(self, kind, name, args=()):
         return self.add(f"baton-{kind}", name, ["--heartbeat=100ms", f"--engine.pool_bytes={self.pool}",
-                                                f"--engine.threads={self.threads}", *args])
+                                                f"--engine.threads={self.threads}", *self.node_extra, *args])
 
     def add_router(self, name, args=()):
         seeds = [f"--cluster.seeds={','.join(self.seeds)}"] if self.seeds else []
@@ -167,7 +177,7 @@ class Cluster:
         return self.client_of(name).status()
 
     def node_names(self):
-        return [n for n, p in self.procs.items() if not n.startswith("router")]
+        return [n for n, p in self.procs.items() if not n.startswith(("router", "keeper"))]
 
     def live_nodes(self):
         return [n for n in self.node_names() if self.procs[n].p.poll() is None]
@@ -209,7 +219,7 @@ class Cluster:
             self.pages_back()
             for c in self.clients.values():
                 c.close()
-            order = sorted(self.procs.values(), key=lambda p: p.name.startswith("router"))
+            order = sorted(self.procs.values(), key=lambda p: p.name.startswith(("router", "keeper")))
             codes = {p.name: p.stop() for p in order if not p.killed}
             assert all(c == 0 for c in codes.values()), codes
             bad = list(self.bad_lines())
