@@ -136,8 +136,10 @@ static bool worth_asking(const struct kn_sched *sched, uint32_t source, uint64_t
 static void ask_from(struct kn_sched *sched, struct kn_seq *s, uint32_t source)
 {
     struct kv_chain chain = look_chain(sched, s);
+    /* What is received comes from another machine anyway. */
+    uint32_t n = kn_seq_computes(s) ? sched->cfg.n_sources : sched->cfg.n_local;
 
-    for (; source < sched->cfg.n_sources; source++) {
+    for (; source < n; source++) {
         struct kn_part *part = &s->parts[s->n_parts];
         uint32_t first = s->look_first + found(s);
         bool remote = source >= sched->cfg.n_local;
@@ -198,7 +200,7 @@ bool kn_sched_look(struct kn_sched *sched, struct kn_seq *s, uint32_t n_pool)
     if (s->look == KN_LOOK_ASKING || s->tail_offer) {
         return false;
     }
-    if (!s->parts || !kn_seq_computes(s)) {
+    if (!s->parts) {
         return true;
     }
     if (s->look == KN_LOOK_KNOWN) {
@@ -222,7 +224,8 @@ static uint64_t corrected(const struct kn_sched *sched, const struct kn_part *pa
     return (uint64_t)((double)ns * sched->load_scale[part->source]) + LOAD_FIXED_NS;
 }
 
-/* Blocks of the part that are cheaper to bring than to compute; adds to the estimates. */
+/* Blocks of the part that are cheaper to bring than to compute; adds to the estimates. Who receives
+ * its prompt takes what lies in memory alone. */
 static uint32_t
 choose_part(const struct kn_sched *sched, struct kn_seq *s, const struct kn_part *part)
 {
@@ -232,7 +235,7 @@ choose_part(const struct kn_sched *sched, struct kn_seq *s, const struct kn_part
         uint64_t ns;
     } ways[] = {{f->n, f->load_ns}, {f->n_fast, f->fast_ns}};
 
-    for (size_t i = 0; i < BT_ARRAY_LEN(ways); i++) {
+    for (size_t i = kn_seq_computes(s) ? 0 : 1; i < BT_ARRAY_LEN(ways); i++) {
         uint64_t load = corrected(sched, part, ways[i].ns), compute;
 
         compute = kn_rate_ns(&sched->rate, tokens_in(sched, s, f->first),
@@ -399,7 +402,7 @@ static void all_loaded(struct kn_sched *sched, struct kn_seq *s)
         kn_sched_settle(sched, s);
         return;
     }
-    if (!s->placed) {
+    if (!s->placed && kn_seq_computes(s)) {
         count_tiers(sched, s, good);
     }
     sched->stats.resumed += s->placed && good > 0;
@@ -408,6 +411,12 @@ static void all_loaded(struct kn_sched *sched, struct kn_seq *s)
     end_look(sched, s);
     s->tail_tokens = 0;
     kn_sched_own_pages(sched, s, KV_OWNER_SEQ);
+    if (!kn_seq_computes(s)) {
+        kn_sched_publish(sched, s);
+        kn_sched_own_pages(sched, s, KV_OWNER_TRANSFER);
+        kn_sched_begin_recv(sched, s);
+        return;
+    }
     kn_sched_begin_computing(sched, s);
     kn_sched_publish(sched, s);
     if (s->leg == KN_LEG_PREFILL && s->n_computed > before) {

@@ -100,6 +100,11 @@ static bool preempt_one(struct planner *p, const struct kn_seq *needy)
     return false;
 }
 
+static uint32_t own_pages(const struct kn_sched *sched, const struct kn_seq *s)
+{
+    return s->n_pages - s->n_blocks * kn_sched_block_pages(sched);
+}
+
 /* Withdraws younger reservations until `n` pages will be free once all proofs are in. */
 static void withdraw(struct planner *p, const struct kn_seq *needy, uint32_t n)
 {
@@ -111,9 +116,9 @@ static void withdraw(struct planner *p, const struct kn_seq *needy, uint32_t n)
         const struct kn_seq *s = kn_seq_of(l);
 
         if (s->state == KN_SEQ_WITHDRAWN || s->state == KN_SEQ_ABORTING) {
-            pending += s->n_pages;
+            pending += own_pages(sched, s);
         } else if (s->state == KN_SEQ_FILLING && kn_seq_younger(s, needy)) {
-            filling += s->n_pages;
+            filling += own_pages(sched, s);
         }
     }
     if (pending + filling < n) {
@@ -124,7 +129,7 @@ static void withdraw(struct planner *p, const struct kn_seq *needy, uint32_t n)
         struct kn_seq *s = kn_seq_of(l);
 
         if (s->state == KN_SEQ_FILLING && kn_seq_younger(s, needy)) {
-            pending += s->n_pages;
+            pending += own_pages(sched, s);
             sched->stats.withdrawals++;
             kn_sched_set_state(sched, s, KN_SEQ_WITHDRAWN);
             sched->cfg.xfer->recv_abort(sched->cfg.xfer_arg, s, BT_E_EXHAUSTED);
@@ -283,38 +288,25 @@ static bool get_place(struct planner *p, struct kn_seq *s, uint32_t n_pages)
     return get_slot(p, s, forced);
 }
 
-static void admit_recv(struct planner *p, struct kn_seq *s, uint32_t n_pages)
-{
-    struct kn_sched *sched = p->sched;
-    struct bt_err err = {.rc = BT_OK};
-    int rc;
-
-    kn_sched_take_pages(sched, s, n_pages, KV_OWNER_TRANSFER);
-    rc = sched->cfg.xfer->recv_create(sched->cfg.xfer_arg, s, &err);
-    if (rc == BT_OK) {
-        s->xfer_open = true;
-        kn_sched_set_state(sched, s, KN_SEQ_FILLING);
-        return;
-    }
-    kn_sched_free_pages(sched, s);
-    if (rc == BT_E_EXHAUSTED && sched->stats.n_state[KN_SEQ_FILLING] > 0) {
-        note_needy(p, s); /* a transfer's end makes room */
-        return;
-    }
-    kn_sched_end(sched, s, rc, bt_err_msg(&err, rc));
-}
-
 /* The held run is part of the n_pages; n_load more blocks come from sources. */
-static void admit_compute(struct planner *p, struct kn_seq *s, uint32_t n_pages, uint32_t n_load)
+static void admit(struct planner *p, struct kn_seq *s, uint32_t n_pages, uint32_t n_load)
 {
     struct kn_sched *sched = p->sched;
+    bool computes = kn_seq_computes(s);
 
     kn_sched_use_held(sched, s);
-    kn_sched_take_pages(sched, s, n_pages - s->n_pages, n_load ? KV_OWNER_TRANSFER : KV_OWNER_SEQ);
+    kn_sched_take_pages(sched, s, n_pages - s->n_pages,
+                        n_load || !computes ? KV_OWNER_TRANSFER : KV_OWNER_SEQ);
     if (n_load) {
         kn_sched_set_state(sched, s, KN_SEQ_LOADING);
     } else {
         kn_sched_decline(sched, s);
+        if (!computes) {
+            if (!kn_sched_begin_recv(sched, s)) {
+                note_needy(p, s);
+            }
+            return;
+        }
         kn_sched_begin_computing(sched, s);
     }
     s->held_ns = p->now_ns;
@@ -397,13 +389,11 @@ static void plan_admission(struct planner *p)
             note_needy(p, s);
             continue;
         }
-        if (kn_seq_computes(s)) {
-            admit_compute(p, s, n_pages, load);
-            planned += load ? 0 : todo;
-            largest = BT_MAX(largest, load ? 0 : todo);
-        } else {
-            admit_recv(p, s, n_pages);
+        if (kn_seq_computes(s) && !load) {
+            planned += todo;
+            largest = BT_MAX(largest, todo);
         }
+        admit(p, s, n_pages, load);
     }
 }
 

@@ -60,7 +60,7 @@ uint32_t kn_sched_match(struct kn_sched *sched, struct kn_seq *s)
     struct kv_index *index = sched->cfg.index;
 
     BT_DASSERT(s->n_blocks == 0);
-    if (!index || !kn_seq_computes(s)) {
+    if (!index) {
         return 0;
     }
     if (s->match_changes != kv_index_changes(index) + 1) {
@@ -99,7 +99,9 @@ void kn_sched_use_held(struct kn_sched *sched, struct kn_seq *s)
     s->n_computed = s->n_blocks * kn_sched_block_tokens(sched);
     s->n_match = 0;
     s->match_changes = 0;
-    sched->stats.tier_tokens[KV_TIER_POOL] += s->placed ? 0 : s->n_computed;
+    if (!s->placed && kn_seq_computes(s)) {
+        sched->stats.tier_tokens[KV_TIER_POOL] += s->n_computed;
+    }
 }
 
 void kn_sched_begin_computing(struct kn_sched *sched, struct kn_seq *s)

@@ -255,6 +255,28 @@ struct kn_seq *kn_sched_at(const struct kn_sched *sched, uint32_t slot)
     return slot < (uint32_t)sched->cfg.max_running ? sched->slots[slot] : NULL;
 }
 
+bool kn_sched_begin_recv(struct kn_sched *sched, struct kn_seq *s)
+{
+    struct bt_err err = {.rc = BT_OK};
+    int rc = sched->cfg.xfer->recv_create(sched->cfg.xfer_arg, s, &err);
+
+    if (rc == BT_OK) {
+        s->xfer_open = true;
+        kn_sched_set_state(sched, s, KN_SEQ_FILLING);
+        return true;
+    }
+    if (rc == BT_E_EXHAUSTED && sched->stats.n_state[KN_SEQ_FILLING] > 0) {
+        /* A transfer's end makes room. */
+        kn_sched_free_pages(sched, s);
+        if (s->state != KN_SEQ_WAITING) {
+            kn_sched_set_state(sched, s, KN_SEQ_WAITING);
+        }
+        return false;
+    }
+    kn_sched_end(sched, s, rc, bt_err_msg(&err, rc));
+    return true;
+}
+
 /* All bytes are here: the transfer's pages become the request's, P's first tokens part of the
  * answer. P emits them, so nothing is said here. */
 static void recv_complete(struct kn_sched *sched, struct kn_seq *s, const struct kv_first *first)

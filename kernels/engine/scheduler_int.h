@@ -47,6 +47,9 @@ void kn_sched_set_state(struct kn_sched *sched, struct kn_seq *s, enum kn_seq_st
 /* Brings the sum of waiting tokens up to date after n_computed or state changed. */
 void kn_sched_recount(struct kn_sched *sched, struct kn_seq *s);
 
+/* Asks for what s lacks of a prompt that is computed elsewhere; its pages belong to the transfer.
+ * False: not now, it waits again; else s may be gone. */
+bool kn_sched_begin_recv(struct kn_sched *sched, struct kn_seq *s);
 /* Ends a request that is ABORTING, unless something is still under way. */
 void kn_sched_settle(struct kn_sched *sched, struct kn_seq *s);
 

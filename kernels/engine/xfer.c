@@ -109,14 +109,16 @@ static void send_abort(void *arg, struct kn_seq *s, int rc)
 static int recv_create(void *arg, struct kn_seq *s, struct bt_err *err)
 {
     struct kn_engine *e = arg;
+    uint32_t n_have = s->n_computed / (uint32_t)kv_pool_layout(e->pool)->page_tokens;
     struct kv_recv_cfg cfg = {
         .id = s->handoff,
         .peer_name = s->peer_name,
         .peer_incarnation = s->peer_incarnation,
         .peer_address = s->peer_address,
         .n_tokens = s->n_prompt + s->n_answered,
-        .pages = s->pages,
-        .n_pages = s->n_pages,
+        .n_have = s->n_computed, /* whole blocks */
+        .pages = s->pages + n_have,
+        .n_pages = s->n_pages - n_have,
         .events = {.arg = s, .done = on_recv_done},
     };
 

@@ -69,6 +69,7 @@ struct world {
     struct node *p, *d;
     struct xfer xfers[MAX_REQ]; /* by handoff id */
     uint32_t rewinds, max_recv;
+    uint64_t tokens_sent;
 };
 
 static uint32_t rng_state = 1;
@@ -229,7 +230,8 @@ static inline bool xfer_move(struct world *w, struct xfer *x)
     struct kv_first first = {.n_tokens = 1,
                              .ids = {x->send->ids[x->send->n_prompt + x->send->n_answered]}};
 
-    for (uint32_t i = 0; i < x->send->n_prompt + x->send->n_answered; i++) {
+    w->tokens_sent += x->send->n_prompt + x->send->n_answered - x->recv->n_computed;
+    for (uint32_t i = x->recv->n_computed; i < x->send->n_prompt + x->send->n_answered; i++) {
         *shadow_at(w->d, x->recv, i) = *shadow_at(w->p, x->send, i);
     }
     recv_over(w, x, BT_OK, &first);
@@ -503,6 +505,69 @@ static inline void check_answer(const struct node *n, struct req r)
                         (n_want - got->first) * sizeof(*want));
     assert_int_equal(got->finish,
                      r.stop && want[n_want - 1] == r.stop ? KN_FINISH_STOP : KN_FINISH_LENGTH);
+}
+
+/* ---- two nodes ---- */
+
+struct pair {
+    struct world w;
+    struct node *p, *d;
+};
+
+static inline void pair_init(struct pair *two, struct node_cfg p, struct node_cfg d)
+{
+    memset(&two->w, 0, sizeof(two->w));
+    two->w.p = two->p = node_create(&two->w, p);
+    two->w.d = two->d = node_create(&two->w, d);
+}
+
+static inline void pair_submit(struct pair *two, struct req r)
+{
+    r.leg = KN_LEG_PREFILL;
+    submit(two->p, r);
+    r.leg = KN_LEG_DECODE;
+    submit(two->d, r);
+}
+
+static inline void pair_move(struct pair *two)
+{
+    for (int i = 0; i < MAX_REQ; i++) {
+        xfer_move(&two->w, &two->w.xfers[i]);
+    }
+}
+
+static inline void pair_run(struct pair *two)
+{
+    for (int i = 0; i < 30000 && (kn_sched_stats(two->p->sched).n_live > 0 ||
+                                  kn_sched_stats(two->d->sched).n_live > 0);
+         i++) {
+        step(two->p);
+        step(two->d);
+        pair_move(two);
+    }
+    assert_int_equal(kn_sched_stats(two->p->sched).n_live, 0);
+    assert_int_equal(kn_sched_stats(two->d->sched).n_live, 0);
+}
+
+static inline void pair_fini(struct pair *two)
+{
+    node_destroy(two->p);
+    node_destroy(two->d);
+}
+
+/* P says the first token, D the others, and together they are the answer. */
+static inline void pair_check(const struct pair *two, struct req r)
+{
+    const struct result *p = &two->p->results[r.tag];
+    int32_t want[256];
+
+    assert_true(expected(r, two->p->max_tokens, want) > 1);
+    assert_int_equal(p->rc, BT_OK);
+    assert_true(p->handed_over);
+    assert_int_equal(p->n, r.n_answered + 1);
+    assert_int_equal(p->ids[r.n_answered], want[r.n_answered]);
+    assert_int_equal(two->d->results[r.tag].first, r.n_answered + 1);
+    check_answer(two->d, r);
 }
 
 #endif

@@ -10,17 +10,17 @@ static void test_states(void **state)
         enum kn_seq_state from, to;
     } edges[] = {
 #define E(a, b) {KN_SEQ_##a, KN_SEQ_##b}
-        E(WAITING, PREFILLING),  E(WAITING, FILLING),      E(WAITING, ABORTING),
-        E(WAITING, LOADING),     E(PREEMPTED, LOADING),    E(LOADING, PREFILLING),
-        E(LOADING, ABORTING),    E(LOADING, DONE),         E(WAITING, DONE),
-        E(PREFILLING, RUNNING),  E(PREFILLING, HOLDING),   E(PREFILLING, PREEMPTED),
-        E(PREFILLING, ABORTING), E(PREFILLING, DONE),      E(RUNNING, PREEMPTED),
-        E(RUNNING, DONE),        E(PREEMPTED, PREFILLING), E(PREEMPTED, ABORTING),
-        E(PREEMPTED, DONE),      E(HOLDING, PREEMPTED),    E(HOLDING, ABORTING),
-        E(HOLDING, DONE),        E(FILLING, RUNNING),      E(FILLING, WITHDRAWN),
-        E(FILLING, ABORTING),    E(FILLING, DONE),         E(WITHDRAWN, WAITING),
-        E(WITHDRAWN, RUNNING),   E(WITHDRAWN, ABORTING),   E(WITHDRAWN, DONE),
-        E(ABORTING, DONE),
+        E(WAITING, PREFILLING),   E(WAITING, FILLING),      E(WAITING, ABORTING),
+        E(WAITING, LOADING),      E(PREEMPTED, LOADING),    E(LOADING, PREFILLING),
+        E(LOADING, FILLING),      E(LOADING, WAITING),      E(LOADING, ABORTING),
+        E(LOADING, DONE),         E(WAITING, DONE),         E(PREFILLING, RUNNING),
+        E(PREFILLING, HOLDING),   E(PREFILLING, PREEMPTED), E(PREFILLING, ABORTING),
+        E(PREFILLING, DONE),      E(RUNNING, PREEMPTED),    E(RUNNING, DONE),
+        E(PREEMPTED, PREFILLING), E(PREEMPTED, ABORTING),   E(PREEMPTED, DONE),
+        E(HOLDING, PREEMPTED),    E(HOLDING, ABORTING),     E(HOLDING, DONE),
+        E(FILLING, RUNNING),      E(FILLING, WITHDRAWN),    E(FILLING, ABORTING),
+        E(FILLING, DONE),         E(WITHDRAWN, WAITING),    E(WITHDRAWN, RUNNING),
+        E(WITHDRAWN, ABORTING),   E(WITHDRAWN, DONE),       E(ABORTING, DONE),
 #undef E
     };
     int n = 0;
@@ -254,69 +254,6 @@ static void test_failed_step(void **state)
     node_destroy(n);
 }
 
-/* ---- two nodes ---- */
-
-struct pair {
-    struct world w;
-    struct node *p, *d;
-};
-
-static void pair_init(struct pair *two, struct node_cfg p, struct node_cfg d)
-{
-    memset(&two->w, 0, sizeof(two->w));
-    two->w.p = two->p = node_create(&two->w, p);
-    two->w.d = two->d = node_create(&two->w, d);
-}
-
-static void pair_submit(struct pair *two, struct req r)
-{
-    r.leg = KN_LEG_PREFILL;
-    submit(two->p, r);
-    r.leg = KN_LEG_DECODE;
-    submit(two->d, r);
-}
-
-static void pair_move(struct pair *two)
-{
-    for (int i = 0; i < MAX_REQ; i++) {
-        xfer_move(&two->w, &two->w.xfers[i]);
-    }
-}
-
-static void pair_run(struct pair *two)
-{
-    for (int i = 0; i < 30000 && (kn_sched_stats(two->p->sched).n_live > 0 ||
-                                  kn_sched_stats(two->d->sched).n_live > 0);
-         i++) {
-        step(two->p);
-        step(two->d);
-        pair_move(two);
-    }
-    assert_int_equal(kn_sched_stats(two->p->sched).n_live, 0);
-    assert_int_equal(kn_sched_stats(two->d->sched).n_live, 0);
-}
-
-static void pair_fini(struct pair *two)
-{
-    node_destroy(two->p);
-    node_destroy(two->d);
-}
-
-/* P says the first token, D the others, and together they are the answer. */
-static void pair_check(const struct pair *two, struct req r)
-{
-    const struct result *p = &two->p->results[r.tag];
-    int32_t want[256];
-
-    assert_true(expected(r, two->p->max_tokens, want) > 1);
-    assert_int_equal(p->rc, BT_OK);
-    assert_true(p->handed_over);
-    assert_int_equal(p->n, r.n_answered + 1);
-    assert_int_equal(p->ids[r.n_answered], want[r.n_answered]);
-    assert_int_equal(two->d->results[r.tag].first, r.n_answered + 1);
-    check_answer(two->d, r);
-}
-
 static void test_split(void **state)
 {
     struct pair two;
@@ -332,6 +269,33 @@ static void test_split(void **state)
     pair_check(&two, a);
     pair_check(&two, b);
     pair_check(&two, c);
+    pair_fini(&two);
+}
+
+/* The second turn's decode node has the first one's blocks, also those of the answer, and takes
+ * only what is new; P computes it all where nothing else brings it the answer's. */
+static void test_decode_node_has_blocks(void **state)
+{
+    struct pair two;
+    struct req r = {.tag = 1, .n_prompt = 50, .max_tokens = 40};
+    uint64_t before;
+
+    pair_init(&two, (struct node_cfg){32, 8, 64, 4}, (struct node_cfg){32, 16, 64, 4});
+    pair_submit(&two, r);
+    pair_run(&two);
+    pair_check(&two, r);
+    before = two.w.tokens_sent;
+    assert_int_equal(before, 50);
+    r = (struct req){.tag = 1, .n_prompt = 50, .n_answered = 40, .max_tokens = 50};
+    memset(two.p->results, 0, sizeof(two.p->results));
+    memset(two.d->results, 0, sizeof(two.d->results));
+    pair_submit(&two, r);
+    pair_run(&two);
+    pair_check(&two, r);
+    if (!reuse.key_bits) { /* how many collide with which is chance */
+        assert_int_equal(two.w.tokens_sent - before, reuse.block ? 90 - 80 : 90);
+    }
+    assert_int_equal(two.d->results[1].cached, 0); /* what was received is no hit */
     pair_fini(&two);
 }
 
@@ -584,6 +548,7 @@ int main(void)
         cmocka_unit_test(test_double_tag_and_no_handoff),
         cmocka_unit_test(test_failed_step),
         cmocka_unit_test(test_split),
+        cmocka_unit_test(test_decode_node_has_blocks),
         cmocka_unit_test(test_SAMP_04_first_token_ends),
         cmocka_unit_test(test_SCHED_01_holder_behind_blockless),
         cmocka_unit_test(test_withdraw_unfilled),
