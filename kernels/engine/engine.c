@@ -148,7 +148,8 @@ static void publish_stats(struct kn_engine *e)
         x = kv_index_stats(e->index);
     }
 #define PUT(field, value) atomic_store_explicit(&e->stats.field, (value), memory_order_relaxed)
-    PUT(waiting, s.n_state[KN_SEQ_WAITING] + s.n_state[KN_SEQ_PREEMPTED]);
+    PUT(waiting,
+        s.n_state[KN_SEQ_WAITING] + s.n_state[KN_SEQ_PREEMPTED] + s.n_state[KN_SEQ_LOADING]);
     PUT(running, s.n_state[KN_SEQ_RUNNING] + s.n_state[KN_SEQ_PREFILLING]);
     PUT(holding, s.n_state[KN_SEQ_HOLDING]);
     PUT(tokens_waiting, s.tokens_waiting);
@@ -160,6 +161,15 @@ static void publish_stats(struct kn_engine *e)
     PUT(blocks_evicted, x.evictions);
     PUT(key_collisions, x.collisions);
     PUT(blocks_bad, x.bad);
+    PUT(loads, s.loads);
+    PUT(loads_given_up, s.loads_given_up);
+    PUT(loads_short, s.loads_short);
+    PUT(load_wait_ns, s.load_wait_ns);
+    PUT(swapped, s.swapped);
+    PUT(resumed, s.resumed);
+    for (int i = 0; i < KV_N_TIERS; i++) {
+        PUT(tier_tokens[i], s.tier_tokens[i]);
+    }
     PUT(oldest_ns, x.oldest_ns);
 #undef PUT
 }
@@ -263,10 +273,6 @@ static int check_cfg(const struct kn_engine_cfg *cfg, struct bt_err *err)
     }
     if (cfg->block_tokens > 0 && !cfg->key.model_digest) {
         return BT_FAIL(err, BT_E_CONFIG, "prefix reuse needs the model's digest");
-    }
-    if (cfg->n_sources > KN_MAX_SOURCES || (cfg->n_sources > 0 && cfg->block_tokens == 0)) {
-        return BT_FAIL(err, BT_E_CONFIG, "%u sources of blocks, at most %d, and only with blocks",
-                       cfg->n_sources, KN_MAX_SOURCES);
     }
     if (cfg->max_batch_tokens < 1 || cfg->max_running < 1 || cfg->max_waiting < 1) {
         return BT_FAIL(err, BT_E_CONFIG,
@@ -390,9 +396,9 @@ static int create_sched(struct kn_engine *e, struct bt_err *err)
     struct kn_sched_cfg cfg = {
         .pool = e->pool,
         .index = e->index,
-        .sources = e->cfg.sources,
-        .n_sources = e->cfg.n_sources,
-        .n_local = e->cfg.n_local_sources,
+        .sources = e->sources,
+        .n_sources = e->n_sources,
+        .n_local = e->n_local_sources,
         .post = post,
         .clock = clock_ns,
         .post_arg = e,
@@ -431,7 +437,6 @@ int kn_engine_create(const struct kn_engine_cfg *cfg,
     rc = create_pool(e, err);
     rc = rc < 0 ? rc : create_exec(e, err);
     rc = rc < 0 ? rc : create_index(e, err);
-    rc = rc < 0 ? rc : create_sched(e, err);
     memset(&e->cfg.key, 0, sizeof(e->cfg.key)); /* was borrowed, e->key is ours */
     rc = rc < 0 ? rc : bt_eventfd_create(&e->wake_fd, err);
     if (rc < 0) {
@@ -442,12 +447,24 @@ int kn_engine_create(const struct kn_engine_cfg *cfg,
     return BT_OK;
 }
 
+void kn_engine_add_source(struct kn_engine *e, struct kv_source *source, bool local)
+{
+    BT_BUG_ON(e->started || !e->index || e->n_sources == KN_MAX_SOURCES);
+    BT_BUG_ON(local && e->n_local_sources < e->n_sources);
+    e->sources[e->n_sources++] = source;
+    e->n_local_sources += local;
+}
+
 int kn_engine_start(struct kn_engine *e, struct kv_handoff *handoff, struct bt_err *err)
 {
     int rc;
 
     BT_BUG_ON(e->started);
     e->handoff = handoff;
+    rc = create_sched(e, err);
+    if (rc < 0) {
+        return rc;
+    }
     rc = bt_thread_start(&e->thread, "engine", engine_main, e, err);
     e->started = rc == BT_OK;
     return rc;
@@ -563,7 +580,7 @@ int kn_engine_submit(struct kn_engine *e, const struct kn_submit_args *a, struct
     struct kn_seq_cfg cfg = {.max_tokens = e->max_tokens,
                              .page_tokens = (uint32_t)e->cfg.page_tokens,
                              .block_tokens = (uint32_t)e->cfg.block_tokens,
-                             .n_sources = e->cfg.n_sources,
+                             .n_sources = e->n_sources,
                              .eos = mc->eos,
                              .n_eos = (uint32_t)mc->n_eos};
     uint32_t waiting;
@@ -620,11 +637,17 @@ void kn_engine_cancel(struct kn_engine *e, uint64_t tag)
 struct kn_engine_stats kn_engine_stats(const struct kn_engine *e)
 {
 #define GET(field) .field = atomic_load_explicit(&e->stats.field, memory_order_relaxed)
-    return (struct kn_engine_stats){
-        GET(waiting),        GET(running),         GET(holding),          GET(tokens_waiting),
-        GET(steps),          GET(tokens_computed), GET(tokens_generated), GET(preemptions),
-        GET(tokens_cached),  GET(blocks_evicted),  GET(key_collisions),   GET(oldest_ns),
-        GET(blocks_adopted), GET(blocks_bad),
+    struct kn_engine_stats s = {
+        GET(waiting),       GET(running),         GET(holding),          GET(tokens_waiting),
+        GET(steps),         GET(tokens_computed), GET(tokens_generated), GET(preemptions),
+        GET(tokens_cached), GET(blocks_evicted),  GET(key_collisions),   GET(oldest_ns),
+        GET(loads),         GET(loads_given_up),  GET(loads_short),      GET(load_wait_ns),
+        GET(swapped),       GET(resumed),         GET(blocks_adopted),   GET(blocks_bad),
     };
 #undef GET
+
+    for (int i = 0; i < KV_N_TIERS; i++) {
+        s.tier_tokens[i] = atomic_load_explicit(&e->stats.tier_tokens[i], memory_order_relaxed);
+    }
+    return s;
 }

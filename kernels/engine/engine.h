@@ -91,10 +91,6 @@ struct kn_engine_cfg {
     int block_tokens;
     int key_bits;
     struct kv_key_root_args key;
-    /* Where else blocks come from and go to, asked in this order; borrowed, outlive kn_engine_stop.
-     * The first n_local of them answer at once. Need prefix reuse. */
-    struct kv_source *const *sources;
-    uint32_t n_sources, n_local_sources;
     int max_batch_tokens; /* chunk budget of one step, e.g. 512 */
     int max_running;      /* sequences in one step */
     int max_waiting;      /* requests queued; more are refused with BT_E_EXHAUSTED */
@@ -113,6 +109,9 @@ struct kn_engine_cfg {
 int kn_engine_create(const struct kn_engine_cfg *cfg,
                      struct kn_engine **ret_engine,
                      struct bt_err *err) BT_MUST_USE;
+/* Before the start: where else blocks come from and go to, asked in this order. Borrowed until the
+ * engine has stopped. Those that answer at once (`local`) come first. Needs prefix reuse. */
+void kn_engine_add_source(struct kn_engine *e, struct kv_source *source, bool local);
 int kn_engine_start(struct kn_engine *e,
                     struct kv_handoff *handoff,
                     struct bt_err *err) BT_MUST_USE;
@@ -165,6 +164,8 @@ struct kn_engine_stats {
     uint64_t blocks_evicted, key_collisions;
     uint64_t blocks_adopted, blocks_bad; /* of a predecessor: taken over; refused or damaged */
     uint64_t oldest_ns; /* when the cached block that would go next was last used; 0 = none */
+    uint64_t tier_tokens[KV_N_TIERS]; /* of tokens_cached, by where they were */
+    uint64_t loads, loads_given_up, loads_short, load_wait_ns, swapped, resumed;
 };
 struct kn_engine_stats kn_engine_stats(const struct kn_engine *e); /* any thread */
 

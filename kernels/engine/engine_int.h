@@ -16,6 +16,8 @@ struct kn_engine {
     struct kv_key_root_args key; /* what they are made of, in memory of our own */
     char *secret;
     uint8_t model_digest[32], kv_format[32];
+    struct kv_source *sources[KN_MAX_SOURCES];
+    uint32_t n_sources, n_local_sources;
     struct kn_exec *exec;
     struct kn_sched *sched;     /* engine thread */
     struct kn_token *drawn;     /* [max_running] */
@@ -45,6 +47,8 @@ struct kn_engine {
         atomic_ullong tokens_waiting, steps, tokens_computed, tokens_generated, preemptions;
         atomic_ullong tokens_cached, blocks_evicted, key_collisions, oldest_ns;
         atomic_ullong blocks_adopted, blocks_bad;
+        atomic_ullong tier_tokens[KV_N_TIERS];
+        atomic_ullong loads, loads_given_up, loads_short, load_wait_ns, swapped, resumed;
     } stats;
 };
 

@@ -256,6 +256,26 @@ void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call)
     m.keeper = (char *)(uintptr_t)(!s->keeper                     ? "none"
                                    : kv_keeper_has_all(s->keeper) ? "holds"
                                                                   : "away");
+    m.tokens_cached_pool = st.tier_tokens[KV_TIER_POOL];
+    m.tokens_cached_host = st.tier_tokens[KV_TIER_HOST];
+    m.tokens_cached_disk = st.tier_tokens[KV_TIER_DISK];
+    m.tokens_cached_store = st.tier_tokens[KV_TIER_STORE];
+    m.loads = st.loads;
+    m.loads_given_up = st.loads_given_up;
+    m.loads_short = st.loads_short;
+    m.load_wait_us = st.load_wait_ns / 1000;
+    m.preemptions = st.preemptions;
+    m.swapped = st.swapped;
+    m.resumed = st.resumed;
+    if (s->tiers) {
+        struct kv_tiers_stats t = kv_tiers_stats(s->tiers);
+
+        m.tier_host_bytes = t.host.bytes;
+        m.tier_disk_bytes = t.disk.bytes;
+        m.tier_bad_blocks = t.host.bad + t.disk.bad;
+        m.tier_pins = t.n_pins;
+        m.tier_write_errors = t.disk.write_errors;
+    }
     m.numerics = (char *)(uintptr_t)kn_engine_numerics(s->engine);
     m.transports = s->conf->net_transports;
     m.sessions = s->n_sessions;

@@ -280,6 +280,7 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
         hc.pool = kn_engine_pool(s->engine);
         rc = kv_handoff_create(&hc, &s->handoff, err);
     }
+    rc = rc < 0 ? rc : kn_tiers_open(s, err);
     if (rc == BT_OK) {
         rc = kn_engine_start(s->engine, s->handoff, err);
     }
@@ -421,6 +422,7 @@ static bool stop(struct kn_serve *s)
     if (s->handoff) {
         kv_handoff_destroy(s->handoff);
     }
+    kn_tiers_close(s);
     kn_engine_destroy(s->engine);
     kv_keeper_close(s->keeper);
     bt_mailbox_close(&s->steps);

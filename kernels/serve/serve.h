@@ -13,6 +13,7 @@
 #include "common/cluster/registry.h"
 #include "common/node/node.h"
 #include "kernels/engine/engine.h"
+#include "kvstore/tier/tiers.h"
 
 /* Options of both binaries; embed it and put KN_SERVE_CONF_ROWS(struct pf_conf, serve) into the
  * binary's table. */
@@ -28,6 +29,7 @@ struct kn_serve_conf {
     char *keeper_socket;
     uint64_t keeper_wait_ns;
     struct bt_cluster_conf cluster;
+    struct kv_tiers_conf tiers;
     uint64_t drain_timeout_ns, heartbeat_ns, handoff_silence_ns, handoff_lease_ns;
 };
 
@@ -36,6 +38,7 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
 
 #define KN_SERVE_CONF_ROWS(S, f)                                                                   \
     BT_NODE_CONF_ROWS(S, f.common), BT_CLUSTER_CONF_ROWS(S, f.cluster),                            \
+        KV_TIERS_CONF_ROWS(S, f.tiers),                                                            \
         BT_CONF_STR(                                                                               \
             S, f.name, "name", "", 63,                                                             \
             "Name of this node, unique in the cluster; empty = role, host and process id."),       \

@@ -33,6 +33,7 @@ struct kn_serve {
     uint8_t model_digest[32], kv_format[32];
     struct kv_keeper *keeper; /* NULL = none */
     struct kn_engine *engine;
+    struct kv_tiers *tiers;     /* NULL = none configured */
     struct kv_handoff *handoff; /* NULL for a role without handoffs */
 
     struct bt_loop *loop;
@@ -128,6 +129,12 @@ struct kn_cache_load {
 };
 /* `buf` holds what the message points to. */
 void kn_cache_fill_load(struct kn_serve *s, struct kn_cache_load *buf, Baton__V1__NodeLoad *m);
+
+/* tiers.c: host memory and disk of the node, a source of the engine, which is created and not
+ * started. No tiers are fine. */
+int kn_tiers_open(struct kn_serve *s, struct bt_err *err) BT_MUST_USE;
+/* After the engine has stopped. */
+void kn_tiers_close(struct kn_serve *s);
 
 /* start.c: checks a StartRequest and submits it. Errors are for the router. */
 int kn_start_stream(struct kn_session *ses,
