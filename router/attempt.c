@@ -12,26 +12,37 @@
 
 static void dispatch(struct rt_request *req);
 
-static bool is_excluded(const struct rt_request *req, const struct rt_node *n)
+bool rt_request_excludes(const struct rt_request *req, const char *name, uint64_t incarnation)
 {
     for (size_t i = 0; i < req->n_excluded; i++) {
-        if (req->excluded[i].incarnation == n->incarnation &&
-            strcmp(req->excluded[i].name, n->name) == 0) {
+        if (req->excluded[i].incarnation == incarnation &&
+            strcmp(req->excluded[i].name, name) == 0) {
             return true;
         }
     }
     return false;
 }
 
-void rt_request_exclude(struct rt_request *req, const struct rt_node *n)
+static void exclude(struct rt_request *req, const char *name, uint64_t incarnation)
 {
     size_t i = BT_MIN(req->n_excluded, (size_t)RT_MAX_EXCLUDED - 1); /* the last one is replaced */
 
-    if (!is_excluded(req, n)) {
-        snprintf(req->excluded[i].name, sizeof(req->excluded[i].name), "%s", n->name);
-        req->excluded[i].incarnation = n->incarnation;
+    if (!rt_request_excludes(req, name, incarnation)) {
+        snprintf(req->excluded[i].name, sizeof(req->excluded[i].name), "%s", name);
+        req->excluded[i].incarnation = incarnation;
         req->n_excluded = i + 1;
     }
+}
+
+void rt_request_exclude(struct rt_request *req, const struct rt_node *n)
+{
+    exclude(req, n->name, n->incarnation);
+}
+
+void rt_request_exclude_store(struct rt_request *req)
+{
+    exclude(req, req->store.name, req->store.incarnation);
+    req->store_failed = true;
 }
 
 void rt_request_enqueue(struct rt_request *req, uint64_t pause_ns)
@@ -96,6 +107,11 @@ start_pair(struct rt_request *req, struct rt_node *p, struct rt_node *d, Baton__
     ref.peer_name = p->name;
     ref.peer_incarnation = p->incarnation;
     ref.peer_net_address = p->net_address;
+    if (req->path_taken == RT_PATH_STORE) {
+        ref.store_name = req->store.name;
+        ref.store_incarnation = req->store.incarnation;
+        ref.store_net_address = req->store.net_address;
+    }
     m->handoff = &ref;
     m->leg = BATON__V1__LEG__LEG_DECODE;
     rc = rt_node_start(d, req, RT_LEG_DECODE, m, &req->decode);
@@ -106,6 +122,7 @@ start_pair(struct rt_request *req, struct rt_node *p, struct rt_node *d, Baton__
     ref.peer_name = d->name;
     ref.peer_incarnation = d->incarnation;
     ref.peer_net_address = d->net_address;
+    ref.store_name = ref.store_net_address = (char *)(uintptr_t) "";
     m->leg = BATON__V1__LEG__LEG_PREFILL;
     rc = rt_node_start(p, req, RT_LEG_PREFILL, m, &req->prefill);
     if (rc < 0) {
@@ -151,7 +168,7 @@ static size_t view_nodes(struct rt_request *req, struct rt_node_view *views, str
             .name = node->name,
             .role = node->role,
             .ready = node->state == RT_NODE_READY,
-            .excluded = is_excluded(req, node),
+            .excluded = rt_request_excludes(req, node->name, node->incarnation),
             .compat = &node->compat,
             .tokens_outstanding = node->tokens_waiting + node->sent_tokens,
             .requests_outstanding =
@@ -182,6 +199,24 @@ static void launch(struct rt_request *req, const struct rt_pick *pick, struct rt
     }
 }
 
+/* Path STORE is a pair with a daemon between. Without one: an error where the client insists, else,
+ * and where a daemon has failed the request, as the router likes. */
+static int take_store(const struct rt_request *req,
+                      struct rt_pick_args *a,
+                      const struct rt_store **ret_store,
+                      struct bt_err *err)
+{
+    if (a->path != RT_PATH_STORE) {
+        return BT_OK;
+    }
+    *ret_store = rt_store_pick(req);
+    if (!*ret_store && req->path_is_must && !req->store_failed) {
+        return BT_FAIL(err, BT_E_UNAVAILABLE, "no daemon of the KV store is a member");
+    }
+    a->path = *ret_store ? RT_PATH_DIRECT : RT_PATH_AUTO;
+    return BT_OK;
+}
+
 static void dispatch(struct rt_request *req)
 {
     struct rt_router *r = req->router;
@@ -196,13 +231,19 @@ static void dispatch(struct rt_request *req)
     };
     struct rt_pick pick;
     struct bt_err err = {0};
+    const struct rt_store *store = NULL;
 
     if (!views || !nodes) {
         rt_request_fail(req, BT_E_NOMEM, "no memory");
     } else {
         a.n = view_nodes(req, views, nodes);
-        if (rt_policy_pick(&a, &pick, &err) == BT_OK) {
+        if (take_store(req, &a, &store, &err) == BT_OK &&
+            rt_policy_pick(&a, &pick, &err) == BT_OK) {
             bt_timer_stop(r->loop, &req->timer);
+            if (store && pick.prefill >= 0) {
+                pick.path = RT_PATH_STORE;
+                req->store = *store;
+            }
             launch(req, &pick, nodes);
         } else if (rt_request_now(req) >= req->wait_until_ns) {
             rt_request_fail(req, BT_E_UNAVAILABLE, err.msg);

@@ -31,15 +31,19 @@ static int take_limits(struct rt_request *req, struct bt_err *err)
 
 static int take_path(struct rt_request *req, int path, struct bt_err *err)
 {
+    req->path_is_must = path != BATON__V1__PATH__PATH_AUTO;
     switch (path) {
     case BATON__V1__PATH__PATH_AUTO:
-        req->path = RT_PATH_AUTO;
+        req->path = (enum rt_path)req->router->conf->path;
         return BT_OK;
     case BATON__V1__PATH__PATH_DIRECT:
         req->path = RT_PATH_DIRECT;
         return BT_OK;
     case BATON__V1__PATH__PATH_LOCAL:
         req->path = RT_PATH_LOCAL;
+        return BT_OK;
+    case BATON__V1__PATH__PATH_STORE:
+        req->path = RT_PATH_STORE;
         return BT_OK;
     default:
         return BT_FAIL(err, BT_E_INVALID, "path %d is unknown", path);

@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+static const char *const paths[] = {"auto", "direct", "local", "store", NULL}; /* enum rt_path */
+
 static const struct bt_conf_opt opts[] = {
     BT_NODE_CONF_ROWS(struct rt_conf, common),
     BT_CLUSTER_CONF_ROWS(struct rt_conf, cluster),
@@ -59,6 +61,13 @@ static const struct bt_conf_opt opts[] = {
                 0,
                 1 << 24,
                 "Shorter prompts are computed by the decode node itself."),
+    BT_CONF_ENUM(struct rt_conf,
+                 path,
+                 "route.path",
+                 "auto",
+                 paths,
+                 "Path of requests that name none: auto, direct, local, or store where a daemon of "
+                 "the KV store is there."),
     BT_CONF_INT(struct rt_conf,
                 retries,
                 "route.retries",
@@ -228,6 +237,7 @@ static void stop(struct rt_router *r)
     rt_tok_worker_stop(r->tok_worker);
     r->draining = true;
     rt_nodes_fini(r);
+    rt_stores_fini(r);
     bt_reflection_destroy(r->reflection);
     bt_health_destroy(r->health);
     bt_loop_destroy(r->loop);

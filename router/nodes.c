@@ -524,6 +524,7 @@ static void follow(struct rt_router *r, const struct bt_member *m)
 void rt_nodes_update(struct rt_router *r, const struct bt_members *ms)
 {
     r->membership_frozen = ms->frozen;
+    rt_stores_update(r, ms);
     bt_list_for_each (it, &r->nodes) {
         BT_LIST_ENTRY(it, struct rt_node, link)->registered = false;
     }

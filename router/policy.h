@@ -11,7 +11,8 @@
 #include "common/base/rc.h"
 
 enum rt_role { RT_ROLE_PREFILL, RT_ROLE_DECODE, RT_ROLE_BOTH };
-enum rt_path { RT_PATH_AUTO, RT_PATH_DIRECT, RT_PATH_LOCAL };
+/* STORE: a pair as for DIRECT, with a daemon of the store between them (stores.c). */
+enum rt_path { RT_PATH_AUTO, RT_PATH_DIRECT, RT_PATH_LOCAL, RT_PATH_STORE };
 
 /* What decides whether two nodes may exchange KV. */
 struct rt_compat {

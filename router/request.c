@@ -105,8 +105,12 @@ static void fill_end(const struct rt_request *req, Baton__V1__Usage *u, Baton__V
     t->total = seconds(req, bt_now_ns());
     t->prefill_node = (char *)(uintptr_t)req->prefill_name;
     t->decode_node = (char *)(uintptr_t)req->decode_name;
-    t->path = req->path_taken == RT_PATH_DIRECT ? BATON__V1__PATH__PATH_DIRECT
-                                                : BATON__V1__PATH__PATH_LOCAL;
+    t->path = req->path_taken == RT_PATH_DIRECT  ? BATON__V1__PATH__PATH_DIRECT
+              : req->path_taken == RT_PATH_STORE ? BATON__V1__PATH__PATH_STORE
+                                                 : BATON__V1__PATH__PATH_LOCAL;
+    if (req->path_taken == RT_PATH_STORE) {
+        t->store = (char *)(uintptr_t)req->store.name;
+    }
     t->retries = req->retries;
 }
 
@@ -203,9 +207,12 @@ static void leg_failed(
     if (leg->kind == RT_LEG_PREFILL && req->state == RT_REQUEST_DECODE) {
         return; /* the decode node has everything */
     }
+    if (req->path_taken == RT_PATH_STORE && (other_to_blame || leg->kind == RT_LEG_DECODE)) {
+        rt_request_exclude_store(req); /* both legs have it as their peer */
+    }
     if (!other_to_blame) {
         rt_request_exclude(req, leg->node);
-    } else if (other) {
+    } else if (other && req->path_taken != RT_PATH_STORE) {
         rt_request_exclude(req, other->node);
     }
     rt_request_retry(req, rc, msg);

@@ -19,6 +19,7 @@ struct rt_request {
     struct bt_ids prompt;
     struct wire_sampling_owned sampling;
     enum rt_path path; /* asked for */
+    bool path_is_must; /* by the client, not by configuration */
     struct rt_answer answer;
     uint64_t claim, deadline_ns;
     uint32_t cached_tokens;
@@ -40,6 +41,8 @@ struct rt_request {
     uint64_t t_start, t_asked, t_first, t_second;
     char prefill_name[BT_MEMBER_NAME_MAX + 1], decode_name[BT_MEMBER_NAME_MAX + 1];
     enum rt_path path_taken;
+    struct rt_store store; /* STORE: of this attempt */
+    bool store_failed;
 };
 
 static inline uint64_t rt_request_now(const struct rt_request *req)
@@ -61,6 +64,9 @@ void rt_request_enqueue(struct rt_request *req, uint64_t pause_ns);
 void rt_request_retry(struct rt_request *req, int rc, const char *msg);
 /* The node comes last in later attempts. */
 void rt_request_exclude(struct rt_request *req, const struct rt_node *n);
+/* No later attempt goes through this one's store. */
+void rt_request_exclude_store(struct rt_request *req);
+bool rt_request_excludes(const struct rt_request *req, const char *name, uint64_t incarnation);
 void rt_request_on_timer(struct bt_loop *loop, struct bt_timer *t);
 
 #endif

@@ -25,6 +25,7 @@ struct rt_conf {
     struct bt_node_conf common;
     struct bt_cluster_conf cluster;
     char *name, *listen, *model;
+    int path; /* enum rt_path */
     uint64_t max_request_bytes, max_queued_bytes;
     int64_t max_active, local_below_tokens, retries;
     uint64_t wait_ns, node_silence_ns, drain_timeout_ns;
@@ -57,8 +58,9 @@ struct rt_router {
     bool membership_frozen;
     uint64_t last_stream_id;
 
-    struct bt_list requests; /* struct rt_request.link */
-    size_t n_requests;       /* not DONE */
+    struct rt_stores *stores; /* NULL = none known */
+    struct bt_list requests;  /* struct rt_request.link */
+    size_t n_requests;        /* not DONE */
 
     struct bt_msg stop_msg;
 };
@@ -127,6 +129,21 @@ int rt_node_start(struct rt_node *n,
                   struct rt_leg **ret_leg) BT_MUST_USE;
 /* The request does not want the leg any more: cancelled on the node if `cancel`, dropped here. */
 void rt_leg_drop(struct rt_leg *leg, bool cancel);
+
+/* --- stores.c: the KV store's daemons --- */
+struct rt_store {
+    char name[BT_MEMBER_NAME_MAX + 1];
+    uint64_t incarnation;
+    char address[BT_MEMBER_ADDR_MAX + 1], net_address[BT_MEMBER_ADDR_MAX + 1];
+};
+void rt_stores_update(struct rt_router *r, const struct bt_members *ms);
+void rt_stores_fini(struct rt_router *r);
+size_t rt_stores_n(const struct rt_router *r);
+/* Fills a message row as rt_node_info does. */
+void rt_store_info(const struct rt_router *r, size_t i, Baton__V1__NodeInfo *m);
+/* The daemon that the request's prompt is to pass through; NULL if there is none that it has not
+ * failed on. Borrowed until the next update. */
+const struct rt_store *rt_store_pick(const struct rt_request *req);
 
 /* --- model.c: what the router knows of the model --- */
 int rt_model_open(const char *path, struct rt_model **ret_model, struct bt_err *err) BT_MUST_USE;

@@ -215,10 +215,10 @@ static void get_server(struct bt_rpc_call *call, const ProtobufCMessage *msg)
     struct rt_router *r = router_of(call);
     Baton__V1__ServerInfo out = BATON__V1__SERVER_INFO__INIT;
     Baton__V1__ModelInfo model, *models[] = {&model};
-    struct node_row *rows = bt_calloc(r->n_nodes + 1, sizeof(*rows));
-    Baton__V1__NodeInfo **ptrs = bt_calloc(r->n_nodes + 1, sizeof(*ptrs));
+    size_t n_rows = r->n_nodes + rt_stores_n(r), n = 0;
+    struct node_row *rows = bt_calloc(n_rows + 1, sizeof(*rows));
+    Baton__V1__NodeInfo **ptrs = bt_calloc(n_rows + 1, sizeof(*ptrs));
     char hex[65];
-    size_t n = 0;
 
     if (!rows || !ptrs) {
         refuse(call, BT_E_NOMEM, NULL);
@@ -227,6 +227,10 @@ static void get_server(struct bt_rpc_call *call, const ProtobufCMessage *msg)
             rt_node_info(BT_LIST_ENTRY(it, struct rt_node, link), &rows[n].info, rows[n].hex);
             ptrs[n] = &rows[n].info;
             n++;
+        }
+        for (size_t i = 0; i < rt_stores_n(r); i++, n++) {
+            rt_store_info(r, i, &rows[n].info);
+            ptrs[n] = &rows[n].info;
         }
         fill_model(r, &model, hex);
         out.version = (char *)(uintptr_t)BT_VERSION;

@@ -143,6 +143,9 @@ struct kn_submit_args {
     const char *peer_name;
     uint64_t peer_incarnation;
     const char *peer_address;
+    /* DECODE: the store's daemon that takes the prompt from the peer for us; name NULL = the peer
+     * itself hands it over. Copied. */
+    struct kv_origin via;
 };
 
 /* Any thread. Checks everything that needs no engine state and queues the request: BT_E_INVALID

@@ -99,6 +99,11 @@ int kn_seq_create(const struct kn_submit_args *a,
     s->cache_salt = strdup(a->cache_salt ? a->cache_salt : "");
     s->peer_name = strdup(a->peer_name ? a->peer_name : "");
     s->peer_address = strdup(a->peer_address ? a->peer_address : "");
+    if (a->via.name) {
+        s->via_incarnation = a->via.incarnation;
+        s->via_name = strdup(a->via.name);
+        s->via_address = strdup(a->via.address);
+    }
     s->ids = bt_calloc((size_t)max_total + KV_HANDOFF_MAX_FIRST, sizeof(*s->ids));
     s->pages = bt_calloc((size_t)(max_total + cfg->block_tokens) / cfg->page_tokens + 2,
                          sizeof(*s->pages));
@@ -111,7 +116,7 @@ int kn_seq_create(const struct kn_submit_args *a,
     }
     if ((cfg->block_tokens > 0 && (!s->keys || !s->blocks || (cfg->n_sources && !s->parts))) ||
         !copy_sampling(s, a->sampling, cfg) || !s->ids || !s->pages || !s->peer_name ||
-        !s->peer_address || !s->cache_salt) {
+        !s->peer_address || !s->cache_salt || (a->via.name && (!s->via_name || !s->via_address))) {
         kn_seq_destroy(s);
         return BT_FAIL(err, BT_E_NOMEM, "request: no memory for %zu tokens", (size_t)max_total);
     }
@@ -140,6 +145,8 @@ void kn_seq_destroy(struct kn_seq *s)
     free(s->cache_salt);
     free(s->peer_name);
     free(s->peer_address);
+    free(s->via_name);
+    free(s->via_address);
     free(s);
 }
 

@@ -107,6 +107,8 @@ struct kn_seq {
 
     struct kv_handoff_id handoff;
     char *peer_name, *peer_address;
+    char *via_name, *via_address; /* NULL = straight from the peer */
+    uint64_t via_incarnation;
     uint64_t peer_incarnation;
     struct kv_send *send; /* engine.c's, while xfer_open */
     struct kv_recv *recv;

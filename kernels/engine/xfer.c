@@ -122,6 +122,17 @@ static int recv_create(void *arg, struct kn_seq *s, struct bt_err *err)
         .events = {.arg = s, .done = on_recv_done},
     };
 
+    if (s->via_name) { /* the store asks the peer */
+        cfg.origin = (struct kv_origin){s->peer_name, s->peer_incarnation, s->peer_address};
+        cfg.peer_name = s->via_name;
+        cfg.peer_incarnation = s->via_incarnation;
+        cfg.peer_address = s->via_address;
+        if (e->cfg.block_tokens > 0) {
+            cfg.ids = s->ids;
+            cfg.block_tokens = (uint32_t)e->cfg.block_tokens;
+            cfg.root = s->root;
+        }
+    }
     return kv_recv_create(e->handoff, &cfg, &s->recv, err);
 }
 

@@ -247,6 +247,7 @@ void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call)
     m.tokens_computed = st.tokens_computed;
     m.tokens_generated = st.tokens_generated;
     m.handoff_bytes = ho.bytes;
+    m.handoff_connections = ho.connections;
     m.steps = st.steps;
     m.tokens_cached = st.tokens_cached;
     m.blocks_evicted = st.blocks_evicted;

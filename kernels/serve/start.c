@@ -49,6 +49,22 @@ static int take_leg(const struct kn_serve *s, int value, enum kn_leg *ret_leg, s
     return BT_OK;
 }
 
+static int take_via(const Baton__V1__HandoffRef *ref, struct kn_submit_args *a, struct bt_err *err)
+{
+    struct bt_addr addr;
+
+    if (ref->store_name[0] == '\0') {
+        return BT_OK;
+    }
+    if (strlen(ref->store_name) > 63 ||
+        bt_addr_read(bt_str_of(ref->store_net_address), &addr) < 0 || addr.is_unix ||
+        addr.port == 0) {
+        return BT_FAIL(err, BT_E_INVALID, "the store's name or address is malformed");
+    }
+    a->via = (struct kv_origin){ref->store_name, ref->store_incarnation, ref->store_net_address};
+    return BT_OK;
+}
+
 static int
 take_handoff(const Baton__V1__HandoffRef *ref, struct kn_submit_args *a, struct bt_err *err)
 {
@@ -74,7 +90,7 @@ take_handoff(const Baton__V1__HandoffRef *ref, struct kn_submit_args *a, struct 
         addr.port == 0) {
         return BT_FAIL(err, BT_E_INVALID, "the prefill node's address is not host:port");
     }
-    return BT_OK;
+    return take_via(ref, a, err);
 }
 
 static int submit(struct kn_session *ses,

@@ -1,4 +1,5 @@
-/* See relay.h. One struct passing for each prompt: WAITING in the queue of its pool, then MOVING,
+/* See relay.h. One struct passing for each prompt: WAITING (to be known, then in the queue of its
+ * pool), then MOVING,
  * with a kv_recv from P and a kv_send to D; over when both are done. */
 #include "kvstore/store/relay.h"
 
@@ -24,7 +25,7 @@ struct ground {
 };
 
 struct passing {
-    struct bt_list link; /* ground.waiting or kv_relay.moving */
+    struct bt_list link; /* kv_relay.unknown, ground.waiting or kv_relay.moving */
     struct kv_relay *relay;
     struct ground *ground;
     struct kv_format *fmt;
@@ -46,13 +47,15 @@ struct kv_relay {
     struct kv_handoff *handoff;
     struct bt_net *net;
     struct bt_list grounds, moving;
+    struct bt_list unknown;    /* their origin is no member, yet; oldest first */
     struct bt_net_timer timer; /* the earliest until_ns */
-    struct bt_msg stop_msg;
+    struct bt_msg stop_msg, members_msg;
     bool stopping;
 
     pthread_mutex_t lock; /* what follows */
     pthread_cond_t idle;
     bool draining;
+    bool members_queued; /* members_msg is under way */
     uint32_t n_open, n_waiting;
     uint64_t relayed, failed, refused;
 };
@@ -241,19 +244,30 @@ static void serve(struct ground *g)
     }
 }
 
+static uint64_t first_until(const struct bt_list *waiting)
+{
+    return bt_list_empty(waiting) ? BT_NEVER_NS
+                                  : BT_LIST_ENTRY(waiting->next, struct passing, link)->until_ns;
+}
+
 static void arm(struct kv_relay *r)
 {
-    uint64_t next = BT_NEVER_NS;
+    uint64_t next = first_until(&r->unknown);
 
     bt_list_for_each (it, &r->grounds) {
         struct ground *g = BT_LIST_ENTRY(it, struct ground, link);
 
-        if (!bt_list_empty(&g->waiting)) {
-            next = BT_MIN(next, BT_LIST_ENTRY(g->waiting.next, struct passing, link)->until_ns);
-        }
+        next = BT_MIN(next, first_until(&g->waiting));
     }
     if (next != BT_NEVER_NS) {
         bt_net_timer_start(r->net, &r->timer, next);
+    }
+}
+
+static void expire(struct bt_list *waiting, uint64_t now, int rc, const char *msg)
+{
+    while (first_until(waiting) <= now) {
+        give_up_waiting(BT_LIST_ENTRY(waiting->next, struct passing, link), rc, msg);
     }
 }
 
@@ -262,18 +276,11 @@ static void on_timer(struct bt_net_timer *t)
     struct kv_relay *r = BT_CONTAINER_OF(t, struct kv_relay, timer);
     uint64_t now = bt_now_ns();
 
+    expire(&r->unknown, now, BT_E_PEER_STALE, "the prefill node is no member of the cluster");
     bt_list_for_each (it, &r->grounds) {
         struct ground *g = BT_LIST_ENTRY(it, struct ground, link);
 
-        while (!bt_list_empty(&g->waiting)) {
-            struct passing *p = BT_LIST_ENTRY(g->waiting.next, struct passing, link);
-
-            if (p->until_ns > now) {
-                break;
-            }
-            give_up_waiting(p, BT_E_EXHAUSTED,
-                            "the store's memory for prompts on their way is full");
-        }
+        expire(&g->waiting, now, BT_E_EXHAUSTED, "the store's memory for prompts is full");
         serve(g);
     }
     arm(r);
@@ -359,11 +366,8 @@ static int check_ask(struct kv_relay *r, const struct kv_relay_ask *a, struct bt
     if (n >= r->cfg.max_open) {
         return BT_FAIL(err, BT_E_EXHAUSTED, "%u prompts are on their way, the limit", n);
     }
-    if (strlen(a->origin.name) > NAME_MAX_BYTES || strlen(a->origin.address) > ADDR_MAX_BYTES ||
-        !r->cfg.is_member(r->cfg.arg, &a->origin)) {
-        BT_WARN("relay_stranger", "asker=%s msg=\"asked for a prompt of no member\"", a->asker);
-        return BT_FAIL(err, BT_E_DENIED, "%.100s at %.100s is no member of the cluster",
-                       a->origin.name, a->origin.address);
+    if (strlen(a->origin.name) > NAME_MAX_BYTES || strlen(a->origin.address) > ADDR_MAX_BYTES) {
+        return BT_FAIL(err, BT_E_INVALID, "name or address of the origin is too long");
     }
     if (a->n_have % (uint32_t)l->page_tokens != 0 || a->n_tokens > PROMPT_MAX_TOKENS) {
         return BT_FAIL(err, BT_E_INVALID, "%u of %u tokens: too many, or no whole pages", a->n_have,
@@ -406,9 +410,9 @@ passing_new(struct kv_relay *r, struct ground *g, const struct kv_relay_ask *a)
     return p;
 }
 
-static struct passing *find_waiting(struct ground *g, struct kv_handoff_id id)
+static struct passing *find_in(const struct bt_list *waiting, struct kv_handoff_id id)
 {
-    bt_list_for_each (it, &g->waiting) {
+    bt_list_for_each (it, waiting) {
         struct passing *p = BT_LIST_ENTRY(it, struct passing, link);
 
         if (p->id.hi == id.hi && p->id.lo == id.lo) {
@@ -418,6 +422,37 @@ static struct passing *find_waiting(struct ground *g, struct kv_handoff_id id)
     return NULL;
 }
 
+static bool is_known(const struct passing *p)
+{
+    const struct kv_origin o = {p->origin_name, p->origin_incarnation, p->origin_address};
+
+    return p->relay->cfg.is_member(p->relay->cfg.arg, &o);
+}
+
+static void wait_in(struct bt_list *waiting, struct passing *p)
+{
+    bt_list_push_back(waiting, &p->link);
+    count_open(p->relay, 1, 0);
+    arm(p->relay);
+}
+
+/* It moves or waits. Else it cannot; the caller has to free it. */
+static int enqueue(struct passing *p, struct bt_err *err)
+{
+    int rc;
+
+    if (!is_known(p)) {
+        wait_in(&p->relay->unknown, p);
+        return BT_OK;
+    }
+    rc = bt_list_empty(&p->ground->waiting) ? start(p, err) : BT_PENDING;
+    if (rc == BT_PENDING) {
+        wait_in(&p->ground->waiting, p);
+        return BT_OK;
+    }
+    return rc;
+}
+
 static int asked(void *arg, const struct kv_relay_ask *a, struct bt_err *err)
 {
     struct kv_relay *r = arg;
@@ -425,21 +460,15 @@ static int asked(void *arg, const struct kv_relay_ask *a, struct bt_err *err)
     struct passing *p;
     int rc;
 
-    if (find_waiting(g, a->id)) {
+    BT_DEBUG("relay", "asker=%s origin=%s tokens=%u have=%u", a->asker, a->origin.name, a->n_tokens,
+             a->n_have);
+    if (find_in(&g->waiting, a->id) || find_in(&r->unknown, a->id)) {
         return BT_OK; /* as the first asker wanted it; who has less is refused then */
     }
     rc = check_ask(r, a, err);
     if (rc == BT_OK) {
         p = passing_new(r, g, a);
-        rc = !p                           ? BT_FAIL(err, BT_E_NOMEM, "relay: out of memory")
-             : bt_list_empty(&g->waiting) ? start(p, err)
-                                          : BT_PENDING;
-        if (rc == BT_PENDING) {
-            bt_list_push_back(&g->waiting, &p->link);
-            count_open(r, 1, 0);
-            arm(r);
-            return BT_OK;
-        }
+        rc = p ? enqueue(p, err) : BT_FAIL(err, BT_E_NOMEM, "relay: out of memory");
         if (rc != BT_OK && p) {
             passing_free(p);
         }
@@ -450,21 +479,57 @@ static int asked(void *arg, const struct kv_relay_ask *a, struct bt_err *err)
     return rc;
 }
 
+/* [net] Those whose origin has become known go where they belong, the others stay. */
+static void on_members(struct bt_msg *msg, void *consumer)
+{
+    struct kv_relay *r = BT_CONTAINER_OF(msg, struct kv_relay, members_msg);
+
+    pthread_mutex_lock(&r->lock);
+    r->members_queued = false;
+    pthread_mutex_unlock(&r->lock);
+    bt_list_for_each_safe (it, &r->unknown) {
+        struct passing *p = BT_LIST_ENTRY(it, struct passing, link);
+        struct bt_err err = {0};
+        int rc;
+
+        if (!is_known(p)) {
+            continue;
+        }
+        bt_list_remove(&p->link);
+        rc = enqueue(p, &err);
+        if (rc != BT_OK) {
+            give_up_waiting(p, rc, err.msg);
+        } else {
+            count_open(r, -1, 0);
+        }
+    }
+}
+
+void kv_relay_members_changed(struct kv_relay *r)
+{
+    pthread_mutex_lock(&r->lock);
+    if (!r->members_queued && !r->stopping) {
+        r->members_queued = true;
+        bt_net_post(r->net, &r->members_msg);
+    }
+    pthread_mutex_unlock(&r->lock);
+}
+
 static void gone(void *arg, struct kv_handoff_id id)
 {
     struct kv_relay *r = arg;
+    struct passing *p = find_in(&r->unknown, id);
+    struct ground *g;
 
-    bt_list_for_each (it, &r->grounds) {
-        struct ground *g = BT_LIST_ENTRY(it, struct ground, link);
-        struct passing *p = find_waiting(g, id);
-
-        if (p) {
-            bt_list_remove(&p->link);
-            passing_free(p);
-            count_open(r, -1, 0);
-            serve(g);
-            return;
-        }
+    for (struct bt_list *it = r->grounds.next; !p && it != &r->grounds; it = it->next) {
+        p = find_in(&BT_LIST_ENTRY(it, struct ground, link)->waiting, id);
+    }
+    if (p) {
+        g = p->ground;
+        bt_list_remove(&p->link);
+        passing_free(p);
+        count_open(r, -1, 0);
+        serve(g);
     }
 }
 
@@ -494,6 +559,9 @@ int kv_relay_create(const struct kv_relay_cfg *cfg, struct kv_relay **ret, struc
     r->cfg = *cfg;
     bt_list_init(&r->grounds);
     bt_list_init(&r->moving);
+    bt_list_init(&r->unknown);
+    bt_list_init(&r->members_msg.link);
+    r->members_msg.handle = on_members;
     r->timer = (struct bt_net_timer){.deadline_ns = BT_NEVER_NS, .fn = on_timer};
     pthread_mutex_init(&r->lock, NULL);
     pthread_cond_init(&r->idle, NULL);
@@ -525,13 +593,11 @@ static void on_stop(struct bt_msg *msg, void *consumer)
     struct kv_relay *r = BT_CONTAINER_OF(msg, struct kv_relay, stop_msg);
 
     bt_net_timer_stop(&r->timer);
+    expire(&r->unknown, BT_NEVER_NS - 1, BT_E_UNAVAILABLE, "the store is stopping");
     bt_list_for_each (it, &r->grounds) {
         struct ground *g = BT_LIST_ENTRY(it, struct ground, link);
 
-        while (!bt_list_empty(&g->waiting)) {
-            give_up_waiting(BT_LIST_ENTRY(g->waiting.next, struct passing, link), BT_E_UNAVAILABLE,
-                            "the store is stopping");
-        }
+        expire(&g->waiting, BT_NEVER_NS - 1, BT_E_UNAVAILABLE, "the store is stopping");
     }
     bt_list_for_each (it, &r->moving) {
         struct passing *p = BT_LIST_ENTRY(it, struct passing, link);

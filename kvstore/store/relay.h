@@ -9,7 +9,8 @@
  * Memory is bounded: one pool for each layout, of a set size. A prompt that finds no room waits,
  * without holding anything, in the order of arrival, for a limited time; then it is refused, and
  * so is what can never fit. Pages are taken all at once, so nobody holds some while waiting for
- * more. Only members of the cluster are called.
+ * more. Only members of the cluster are called; an origin that is none yet may be about to become
+ * known here, and waits likewise.
  *
  * With tiers, the full blocks of what passed are kept there: the copy is made on the thread
  * "relay-keep", and the pages are free when it is done.
@@ -27,7 +28,7 @@ struct kv_relay_cfg {
     const char *node_name; /* copied */
     uint64_t incarnation;
     uint64_t silence_ns, lease_ns; /* of handoffs */
-    uint64_t wait_ns;              /* longest wait for pages */
+    uint64_t wait_ns;              /* longest wait for pages, and to be known as a member */
     uint64_t pool_bytes;           /* for each layout */
     uint32_t max_formats;          /* layouts at once */
     uint32_t max_open;             /* prompts at once, waiting ones included */
@@ -39,7 +40,7 @@ struct kv_relay_cfg {
 
 struct kv_relay_stats {
     uint32_t n_open;    /* being moved */
-    uint32_t n_waiting; /* for pages */
+    uint32_t n_waiting; /* for pages, or to be known */
     uint64_t relayed;   /* handed on whole */
     uint64_t failed;    /* begun, not ended well */
     uint64_t refused;   /* no room in time, too large, from a stranger */
@@ -51,6 +52,8 @@ struct kv_relay_stats {
 int kv_relay_create(const struct kv_relay_cfg *cfg,
                     struct kv_relay **ret_relay,
                     struct bt_err *err) BT_MUST_USE;
+/* is_member may say otherwise now. */
+void kv_relay_members_changed(struct kv_relay *r);
 /* Refuses new prompts from now on. */
 void kv_relay_drain(struct kv_relay *r);
 /* Ends what is open (its nodes are told), waits for the proofs, closes. NULL is fine. */

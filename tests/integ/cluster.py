@@ -93,7 +93,7 @@ class Cluster:
 
     def __init__(self, model, prefill=1, decode=1, redis=True, role="decode", router_args=(),
                  node_args=(), prefill_args=(), decode_args=(), seeds=(), wait=True, pool="64M", threads=1,
-                 keeper=False):
+                 keeper=False, kvstore=0, kvstore_args=()):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="baton-integ."))
         self.model, self.procs, self.allowed, self.clients = model, {}, [], {}
         self.redis, self.pool, self.threads = None, pool, threads
@@ -105,11 +105,13 @@ class Cluster:
                 self.add_node("prefill", f"prefill-{i}", [*node_args, *prefill_args])
             for i in range(decode):
                 self.add_node("decode", f"decode-{i}", [*node_args, *decode_args, f"--role={role}"])
+            for i in range(kvstore):
+                self.add_store(f"store-{i}", kvstore_args)
             nodes = [self.procs[n] for n in self.node_names()]
             for p in nodes:
                 p.wait_ready()
             if not redis:
-                self.seeds += [p.address for p in nodes]
+                self.seeds += [p.address for p in nodes if not p.name.startswith("store")]
             self.add_router("router", router_args).wait_ready()
             self.client = self.client_of("router")
             if wait:
@@ -134,9 +136,10 @@ class Cluster:
         self.procs["keeper"].wait_ready()
         return sock
 
-    def add(self, binary, name, args):
-        argv = [str(BUILD / binary), f"--model={self.model}", f"--ready_file={self.folder}/{name}.ready",
-                "--die_with_parent=true", f"--name={name}", "--cluster.poll=100ms", "--cluster.lease=3s",
+    def add(self, binary, name, args, model=True):
+        argv = [str(BUILD / binary), *([f"--model={self.model}"] if model else []),
+                f"--ready_file={self.folder}/{name}.ready", "--die_with_parent=true", f"--name={name}",
+                "--cluster.poll=100ms", "--cluster.lease=3s",
                 *self.common, *args]
         self.procs[name] = Proc(name, argv, self.folder)
         return self.procs[name]
@@ -144,6 +147,9 @@ class Cluster:
     def add_node(self, kind, name, args=()):
         return self.add(f"baton-{kind}", name, ["--heartbeat=100ms", f"--engine.pool_bytes={self.pool}",
                                                 f"--engine.threads={self.threads}", *self.node_extra, *args])
+
+    def add_store(self, name, args=()):
+        return self.add("baton-kvstore", name, args, model=False)
 
     def add_router(self, name, args=()):
         seeds = [f"--cluster.seeds={','.join(self.seeds)}"] if self.seeds else []

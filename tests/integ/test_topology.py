@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from cluster import Cluster
-from wire import AUTO, DIRECT, LOCAL
+from wire import AUTO, DIRECT, LOCAL, STORE
 
 N_TOKENS = 24
 # One token; page size (16) and identity block (128) -1, 0, +1; several thousand.
@@ -53,7 +53,7 @@ def check_alone(c, reference, path):
     for case in cases():
         a = run(c, *case, path)
         assert a.tokens == reference[case], case
-        assert a.timing.path == (DIRECT if path == DIRECT else LOCAL)
+        assert a.timing.path == (LOCAL if path == AUTO else path)
         assert a.timing.retries == 0
 
 
@@ -98,6 +98,26 @@ def test_split(cluster, reference, name):
     check_eight_at_once(c, reference, DIRECT)
     assert c.status("decode-0").handoff_bytes > 0
     assert (c.status("prefill-0").tokens_cached > 0) == (name != "split-without-reuse")
+
+
+STORES = {
+    "store": dict(),
+    "store-tcp": dict(node_args=["--net.transports=tcp"], kvstore_args=["--net.transports=tcp"]),
+    "store-pages-of-32-and-8": dict(prefill_args=["--engine.page_tokens=32"],
+                                    decode_args=["--engine.page_tokens=8"]),
+    "store-without-reuse": dict(node_args=["--engine.prefix_cache=off"]),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_through_the_store(cluster, reference, name):
+    """The same ids, and prefill and decode node have one connection each: to the daemon."""
+    c = cluster(kvstore=1, **STORES[name])
+    check_alone(c, reference, STORE)
+    check_eight_at_once(c, reference, STORE)
+    assert c.status("prefill-0").handoff_connections == c.status("decode-0").handoff_connections == 1
+    s = c.status("store-0")
+    assert s.handoff_connections == 2 and s.relay_failed == s.relay_refused == 0 and s.relayed > 0
 
 
 @pytest.mark.parametrize("args", [dict(), dict(threads=2, node_args=["--engine.max_batch_tokens=33"])],

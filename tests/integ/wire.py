@@ -31,7 +31,7 @@ NodeStatusRequest = cls("NodeStatusRequest")
 NodeStatus = cls("NodeStatus")
 
 STOP, LENGTH = 1, 2
-AUTO, DIRECT, LOCAL = 0, 1, 2
+AUTO, DIRECT, LOCAL, STORE = 0, 1, 2, 3
 LEG_LOCAL, LEG_PREFILL, LEG_DECODE = 0, 1, 2
 
 
