@@ -196,6 +196,9 @@ static int start(struct rt_router *r, struct bt_rpc_service *service, struct bt_
     struct bt_registry_cfg rc = {.conf = &r->conf->cluster, .changed = members_changed, .arg = r};
     int code;
 
+    if ((code = bt_cluster_conf_check(&r->conf->cluster, err)) < 0) {
+        return bt_node_fail(BT_EXIT_CONFIG, code, err);
+    }
     if ((code = rt_model_open(r->conf->model, &r->model, err)) < 0) {
         return bt_node_fail(BT_EXIT_MODEL, code, err);
     }

@@ -314,8 +314,10 @@ struct bt_blockmap_stats bt_blockmap_stats(struct bt_blockmap *bm)
 
 static int check(const struct bt_blockmap_cfg *cfg, struct bt_err *err)
 {
-    if (!bt_member_name_ok(bt_str_of(cfg->conf->name))) {
-        return BT_FAIL(err, BT_E_CONFIG, "cluster.name = %.80s: bad name", cfg->conf->name);
+    int rc = bt_cluster_conf_check(cfg->conf, err);
+
+    if (rc < 0) {
+        return rc;
     }
     if (cfg->conf->block_ttl_ns < BT_NS_PER_S || cfg->conf->lookup_timeout_ns == 0 ||
         cfg->conf->redis_timeout_ns == 0) {

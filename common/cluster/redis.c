@@ -14,11 +14,10 @@
 #define PAUSE_FIRST_NS (100 * BT_NS_PER_MS)
 #define PAUSE_MAX_NS   (5 * BT_NS_PER_S)
 
-/* Waits for `events`; BT_E_DEADLINE when the time is over. */
-static int wait_fd(int fd, short events, uint64_t deadline_ns)
+int redis_wait(struct redis_conn *c, short events, uint64_t deadline_ns)
 {
     for (;;) {
-        struct pollfd p = {fd, events, 0};
+        struct pollfd p = {c->ctx->fd, events, 0};
         uint64_t now = bt_now_ns();
         int n;
 
@@ -144,7 +143,7 @@ static int flush(struct redis_conn *c, uint64_t deadline_ns)
         if (rc < 0 || done) {
             return rc;
         }
-        rc = wait_fd(c->ctx->fd, POLLOUT, deadline_ns);
+        rc = redis_wait(c, POLLOUT, deadline_ns);
         if (rc < 0) {
             return rc;
         }
@@ -160,7 +159,7 @@ static int read_reply(struct redis_conn *c, uint64_t deadline_ns, redisReply **r
         if (rc < 0 || *ret_reply) {
             return rc;
         }
-        rc = wait_fd(c->ctx->fd, POLLIN, deadline_ns);
+        rc = redis_wait(c, POLLIN, deadline_ns);
         if (rc == BT_OK) {
             rc = read_some(c);
         }
@@ -273,29 +272,88 @@ struct bt_str redis_text(const redisReply *reply)
 
 /* --- connecting ------------------------------------------------------------------------------ */
 
+/* Where Redis is: "[redis[s]://]host:port" or "unix:/path". */
+struct place {
+    char host[256]; /* or path */
+    uint16_t port;
+    bool is_unix, tls;
+};
+
+static bool take_scheme(struct bt_str *s, const char *scheme)
+{
+    size_t n = strlen(scheme);
+
+    if (s->n <= n || memcmp(s->p, scheme, n) != 0) {
+        return false;
+    }
+    s->p += n;
+    s->n -= n;
+    return true;
+}
+
+static int read_place(const char *address, struct place *ret_place, struct bt_err *err)
+{
+    struct bt_str s = bt_str_of(address);
+    struct place p = {.tls = take_scheme(&s, "rediss://")};
+    bool plain = !p.tls && take_scheme(&s, "redis://");
+    struct bt_addr a;
+
+    if (bt_addr_read(s, &a) < 0 || a.host.n >= sizeof(p.host) || (!a.is_unix && a.port == 0) ||
+        (a.is_unix && (p.tls || plain))) {
+        return BT_FAIL(err, BT_E_CONFIG,
+                       "redis.address = %.80s: must be host:port, rediss://host:port or unix:/path",
+                       address);
+    }
+    memcpy(p.host, a.host.p, a.host.n);
+    p.host[a.host.n] = '\0';
+    p.port = a.port;
+    p.is_unix = a.is_unix;
+    *ret_place = p;
+    return BT_OK;
+}
+
+int bt_cluster_conf_check(const struct bt_cluster_conf *conf, struct bt_err *err)
+{
+    struct place p;
+    int rc;
+
+    if (!bt_member_name_ok(bt_str_of(conf->name))) {
+        return BT_FAIL(err, BT_E_CONFIG,
+                       "cluster.name = %.80s: must be 1 to %d letters, digits, '-', '_', '.'",
+                       conf->name, BT_MEMBER_NAME_MAX);
+    }
+    if (!conf->redis_address[0]) {
+        return BT_OK;
+    }
+    if (conf->redis_user[0] && !conf->redis_password[0]) {
+        return BT_FAIL(err, BT_E_CONFIG, "redis.user without redis.password");
+    }
+    rc = read_place(conf->redis_address, &p, err);
+    return rc == BT_OK && p.tls ? redis_tls_check(conf, err) : rc;
+}
+
 /* Starts connecting and waits until the socket says how it went. */
 static int dial(struct redis_conn *c, const struct redis_target *to, struct bt_err *err)
 {
     const char *address = to->conf->redis_address;
-    struct bt_addr a;
-    char host[256];
+    uint64_t deadline_ns;
+    struct place p;
     int e = 0, rc;
     socklen_t n = sizeof(e);
 
-    rc = bt_addr_read(bt_str_of(address), &a);
-    if (rc < 0 || a.host.n >= sizeof(host)) {
-        return BT_FAIL(err, BT_E_CONFIG, "redis.address = %.80s: malformed", address);
+    rc = read_place(address, &p, err);
+    if (rc < 0) {
+        return rc;
     }
-    memcpy(host, a.host.p, a.host.n);
-    host[a.host.n] = '\0';
-    c->ctx = a.is_unix ? redisConnectUnixNonBlock(host) : redisConnectNonBlock(host, a.port);
+    c->ctx = p.is_unix ? redisConnectUnixNonBlock(p.host) : redisConnectNonBlock(p.host, p.port);
     if (!c->ctx) {
         return BT_FAIL(err, BT_E_NOMEM, "redis: out of memory");
     }
     if (c->ctx->err) {
         return BT_FAIL(err, BT_E_UNAVAILABLE, "redis %.80s: %s", address, c->ctx->errstr);
     }
-    rc = wait_fd(c->ctx->fd, POLLOUT, bt_deadline_ns(to->timeout_ns));
+    deadline_ns = bt_deadline_ns(to->timeout_ns);
+    rc = redis_wait(c, POLLOUT, deadline_ns);
     if (rc == BT_OK && getsockopt(c->ctx->fd, SOL_SOCKET, SO_ERROR, &e, &n) != 0) {
         e = errno;
     }
@@ -304,7 +362,7 @@ static int dial(struct redis_conn *c, const struct redis_target *to, struct bt_e
                        e ? strerror(e) : bt_rc_text(rc));
     }
     c->ctx->flags |= REDIS_CONNECTED;
-    return BT_OK;
+    return p.tls ? redis_tls_start(c, to->conf, p.host, deadline_ns, err) : BT_OK;
 }
 
 /* AUTH if there is a password, then PING: a server that is loading or wants a password refuses it.

@@ -47,6 +47,17 @@ int redis_write_some(struct redis_conn *c, bool *ret_done, struct bt_err *err) B
 int redis_read_some(struct redis_conn *c, struct bt_err *err) BT_MUST_USE;
 int redis_next_reply(struct redis_conn *c, redisReply **ret_reply, struct bt_err *err) BT_MUST_USE;
 
+/* Waits for poll(2) events on the connection; BT_E_DEADLINE when the time is over. */
+int redis_wait(struct redis_conn *c, short events, uint64_t deadline_ns);
+/* Whether this build can speak TLS, with the files named: BT_E_CONFIG with the reason. */
+int redis_tls_check(const struct bt_cluster_conf *conf, struct bt_err *err);
+/* The handshake, on a connection that is up; the server's certificate must be one of `host`. */
+int redis_tls_start(struct redis_conn *c,
+                    const struct bt_cluster_conf *conf,
+                    const char *host,
+                    uint64_t deadline_ns,
+                    struct bt_err *err) BT_MUST_USE;
+
 /* BT_OK unless the reply is an error that says that this server cannot, or may not, serve now:
  * then BT_E_UNAVAILABLE, BT_E_UNAUTHENTICATED or BT_E_DENIED with what to do about it. */
 int redis_refusal(const redisReply *reply, struct bt_err *err);

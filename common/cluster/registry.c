@@ -630,12 +630,9 @@ static int check_self(const struct bt_member *self, struct bt_err *err)
 
 static int check(const struct bt_registry_cfg *cfg, struct bt_err *err)
 {
-    if (!bt_member_name_ok(bt_str_of(cfg->conf->name))) {
-        return BT_FAIL(err, BT_E_CONFIG,
-                       "cluster.name = %.80s: must be 1 to %d letters, digits, '-', '_', '.'",
-                       cfg->conf->name, BT_MEMBER_NAME_MAX);
-    }
-    return cfg->self ? check_self(cfg->self, err) : BT_OK;
+    int rc = bt_cluster_conf_check(cfg->conf, err);
+
+    return rc == BT_OK && cfg->self ? check_self(cfg->self, err) : rc;
 }
 
 int bt_registry_create(const struct bt_registry_cfg *cfg,

@@ -1,9 +1,12 @@
 /* Membership of a cluster: a node announces itself, readers follow who is there. Backed by leases
- * in Redis and by a static list of seeds; the only folder that includes hiredis.
+ * in Redis and by a static list of seeds; the only folder that includes hiredis. The block index
+ * beside it is in blockmap.h.
  *
  * Rules
  * - Redis is soft state. While it cannot be reached, membership is frozen: the last snapshot stays,
- *   nobody is added or dropped. Absent at start: seeds only, and it is tried for ever.
+ *   nobody is added or dropped. Absent at start: seeds only, and it is tried for ever. A server
+ * that takes no writes (replica, full, rights) counts as away, also for who only reads: nobody can
+ *   renew a lease there.
  * - While Redis is up, a node whose lease runs out is dropped at the next poll.
  * - After Redis was away, or came back empty, everybody who is missing gets one whole lease time to
  *   announce itself again before it is dropped.
@@ -17,6 +20,8 @@
  *   baton:{<cluster>}:fence:<name>  newest incarnation that has announced itself, lives for a day
  *   baton:{<cluster>}:nodes         sorted set: name by end of its lease, ms since 1970
  *   baton:{<cluster>}:epoch         random text; another one, or none, means: Redis was emptied
+ *   baton:{<cluster>}:block:<key>, baton:{<cluster>}:blocks   the block index, see blockmap.h; only
+ *                                   the incarnation in `fence` writes there
  *
  * One thread, "redis"; every exchange with Redis has a deadline (redis.timeout) except name
  * resolution. Failures are followed by pauses that double, with jitter. */
@@ -34,6 +39,7 @@ struct bt_cluster_conf {
     uint64_t lease_ns, poll_ns;
     char *redis_address; /* empty = no Redis */
     char *redis_user, *redis_password;
+    char *redis_tls_ca, *redis_tls_cert, *redis_tls_key; /* paths; empty or NULL = not given */
     uint64_t redis_timeout_ns, lookup_timeout_ns, block_ttl_ns;
 };
 
@@ -49,17 +55,28 @@ struct bt_cluster_conf {
                          "A node that is silent for this long is dropped; it renews at a third."), \
         BT_CONF_DURATION(S, f.poll_ns, "cluster.poll", "1s", 50, 60000,                            \
                          "How often membership is read."),                                         \
-        BT_CONF_ADDR(S, f.redis_address, "redis.address", "127.0.0.1:6379",                        \
-                     "Redis that holds membership; empty to go by cluster.seeds alone."),          \
+        BT_CONF_STR(S, f.redis_address, "redis.address", "127.0.0.1:6379", 300,                    \
+                    "Redis that holds membership and the block index: host:port, unix:/path, or "  \
+                    "rediss://host:port for TLS; empty to go by cluster.seeds alone."),            \
         BT_CONF_STR(S, f.redis_user, "redis.user", "", 128,                                        \
                     "User for Redis; empty for the default user."),                                \
         BT_CONF_SECRET_STR(S, f.redis_password, "redis.password", 512, "Password for Redis."),     \
+        BT_CONF_STR(S, f.redis_tls_ca, "redis.tls_ca", "", 4000,                                   \
+                    "Certificates that sign Redis's, as PEM; empty for the system's."),            \
+        BT_CONF_STR(S, f.redis_tls_cert, "redis.tls_cert", "", 4000,                               \
+                    "Certificate shown to Redis, as PEM; empty for none."),                        \
+        BT_CONF_STR(S, f.redis_tls_key, "redis.tls_key", "", 4000, "Its key, as PEM."),            \
         BT_CONF_DURATION(S, f.redis_timeout_ns, "redis.timeout", "1s", 50, 30000,                  \
                          "Longest wait for an answer of Redis."),                                  \
         BT_CONF_DURATION(S, f.lookup_timeout_ns, "redis.lookup_timeout", "50ms", 1, 1000,          \
                          "Longest wait for the block index; then nothing counts as cached."),      \
         BT_CONF_DURATION(S, f.block_ttl_ns, "redis.block_ttl", "600s", 2000, 86400000,             \
                          "Entries of the block index last this long; renewed at a third.")
+
+/* What the table alone cannot check: the name, the form of redis.address, TLS that this build does
+ * not have. BT_E_CONFIG. Also done by bt_registry_create; call it early to refuse before long work.
+ */
+int bt_cluster_conf_check(const struct bt_cluster_conf *conf, struct bt_err *err) BT_MUST_USE;
 
 struct bt_registry; /* whoever created it owns it */
 

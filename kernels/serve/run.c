@@ -352,6 +352,9 @@ static int check_conf(struct kn_serve *s, struct bt_err *err)
     const struct kn_serve_conf *c = s->conf;
     int rc = bt_node_check_listen(&c->common, "listen", c->listen, err);
 
+    if (rc == BT_OK) {
+        rc = bt_cluster_conf_check(&c->cluster, err);
+    }
     if (rc == BT_OK && s->role->handoffs) {
         rc = bt_node_check_listen(&c->common, "net.listen", c->net_listen, err);
     }

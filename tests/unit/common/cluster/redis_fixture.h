@@ -111,7 +111,24 @@ static void must(const char *command)
     char answer[64];
 
     assert_true(ask(command, answer, sizeof(answer)));
-    assert_true(answer[0] == '+' || answer[0] == ':');
+    if (answer[0] != '+' && answer[0] != ':') {
+        fail_msg("%s: %s", command, answer);
+    }
+}
+
+/* Sends a command and does not wait for its answer. */
+static BT_UNUSED void ask_and_go(const char *command)
+{
+    struct sockaddr_un sa = {.sun_family = AF_UNIX};
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    char all[512];
+    int len = snprintf(all, sizeof(all), "%s\r\n", command);
+
+    snprintf(sa.sun_path, sizeof(sa.sun_path), "%s", sock);
+    assert_int_equal(connect(fd, (struct sockaddr *)&sa, sizeof(sa)), 0);
+    assert_int_equal(write(fd, all, (size_t)len), len);
+    poll(&(struct pollfd){fd, POLLIN, 0}, 1, 100); /* a server that is closed does not read it */
+    close(fd);
 }
 
 /* False: redis-server is not installed, main returns 77 (skipped, for meson). */
@@ -131,7 +148,14 @@ static bool redis_prepare(void)
 
 static void redis_cleanup(void)
 {
+    static const char *const left[] = {"dump.rdb", "nodes.conf", "other.conf"};
+    char path[128];
+
     redis_kill();
+    for (size_t i = 0; i < BT_ARRAY_LEN(left); i++) {
+        snprintf(path, sizeof(path), "%s/%s", dir, left[i]);
+        unlink(path);
+    }
     rmdir(dir);
 }
 

@@ -1,381 +1,6 @@
-/* The block index against a real redis-server. Nodes that are to be killed are processes of their
- * own (this binary with BATON_TEST_NODE in its environment); the others are a registry and a
- * blockmap in this process. */
-#include "common/cluster/blockmap.h"
-
-#include "tests/unit/common/cluster/redis_fixture.h"
-
-#include <inttypes.h>
-#include <pthread.h>
-
-static struct bt_cluster_conf conf = {
-    .name = (char *)"test",
-    .lease_ns = 900 * BT_NS_PER_MS,
-    .poll_ns = 50 * BT_NS_PER_MS,
-    .redis_address = address,
-    .redis_user = (char *)"",
-    .redis_password = (char *)"",
-    .redis_timeout_ns = 300 * BT_NS_PER_MS,
-    .lookup_timeout_ns = 50 * BT_NS_PER_MS,
-    .block_ttl_ns = 600 * BT_NS_PER_S,
-};
-
-/* --- nodes ----------------------------------------------------------------------------------- */
-
-/* A node, or with incarnation 0 somebody who only looks. Holds the blocks [0, n_held) of `salt`. */
-struct peer {
-    struct bt_registry *reg;
-    struct bt_blockmap *bm;
-    struct bt_member self;
-    bool untold; /* has no `held`: what is announced by hand is not written again */
-    uint32_t salt;
-    pthread_mutex_t lock;
-    size_t n_held;         /* under lock */
-    struct bt_members *ms; /* under lock: the last snapshot */
-    const char *watch;     /* under lock */
-    bool lost;             /* under lock: somebody of `watch` was missing once */
-};
-
-static struct bt_block_key key_of(uint32_t salt, uint64_t i)
-{
-    struct bt_block_key k = {{0}};
-
-    memcpy(k.b, &i, sizeof(i));
-    memcpy(k.b + 8, &salt, sizeof(salt));
-    k.b[15] = 0xbb;
-    return k;
-}
-
-static struct bt_block_have have_of(uint32_t salt, uint64_t i)
-{
-    return (struct bt_block_have){key_of(salt, i), (uint32_t)(4096 + i), BT_TIER_HOST};
-}
-
-static size_t list_held(void *arg, uint64_t *cursor, struct bt_block_have *out, size_t max)
-{
-    struct peer *p = arg;
-    size_t n = 0;
-
-    pthread_mutex_lock(&p->lock);
-    while (n < max && *cursor < p->n_held) {
-        out[n++] = have_of(p->salt, (*cursor)++);
-    }
-    if (*cursor >= p->n_held) {
-        *cursor = 0;
-    }
-    pthread_mutex_unlock(&p->lock);
-    return n;
-}
-
-static void hold(struct peer *p, size_t n)
-{
-    pthread_mutex_lock(&p->lock);
-    p->n_held = n;
-    pthread_mutex_unlock(&p->lock);
-}
-
-static void changed(void *arg, struct bt_members *take_members)
-{
-    struct peer *p = arg;
-
-    bt_blockmap_set_members(p->bm, take_members);
-    pthread_mutex_lock(&p->lock);
-    bt_members_unref(p->ms);
-    p->ms = take_members;
-    if (p->watch && !bt_members_find(p->ms, bt_str_of(p->watch))) {
-        p->lost = true;
-    }
-    pthread_mutex_unlock(&p->lock);
-}
-
-static void peer_start(struct peer *p, const char *name, uint64_t incarnation)
-{
-    struct bt_blockmap_cfg bc = {.conf = &conf, .arg = p};
-    struct bt_registry_cfg rc = {.conf = &conf, .changed = changed, .arg = p};
-    struct bt_err err;
-
-    pthread_mutex_init(&p->lock, NULL);
-    if (incarnation) {
-        p->self = (struct bt_member){.incarnation = incarnation, .role = BT_ROLE_KVSTORE};
-        snprintf(p->self.name, sizeof(p->self.name), "%s", name);
-        snprintf(p->self.grpc_addr, sizeof(p->self.grpc_addr), "127.0.0.1:%d", 1000 + name[0]);
-        bc.name = name;
-        bc.incarnation = incarnation;
-        bc.held = p->untold ? NULL : list_held;
-        rc.self = &p->self;
-    }
-    assert_int_equal(bt_blockmap_create(&bc, &p->bm, &err), BT_OK);
-    assert_int_equal(bt_registry_create(&rc, &p->reg, &err), BT_OK);
-}
-
-static void peer_stop(struct peer *p)
-{
-    bt_registry_destroy(p->reg);
-    bt_blockmap_destroy(p->bm);
-    bt_members_unref(p->ms);
-    pthread_mutex_destroy(&p->lock);
-}
-
-static void watch_for_loss(struct peer *p, const char *name)
-{
-    pthread_mutex_lock(&p->lock);
-    p->watch = name;
-    p->lost = false;
-    pthread_mutex_unlock(&p->lock);
-}
-
-static bool was_lost(struct peer *p)
-{
-    bool lost;
-
-    pthread_mutex_lock(&p->lock);
-    lost = p->lost;
-    pthread_mutex_unlock(&p->lock);
-    return lost;
-}
-
-/* A node as a process, until it is killed. */
-static int node_process(const char *spec)
-{
-    static struct peer p;
-    char name[64];
-    unsigned long long incarnation;
-    sigset_t set;
-    int sig;
-
-    if (sscanf(spec, "%63s %llu %zu %u %127s", name, &incarnation, &p.n_held, &p.salt, address) !=
-        5) {
-        return 1;
-    }
-    sigemptyset(&set);
-    sigaddset(&set, SIGTERM);
-    pthread_sigmask(SIG_BLOCK, &set, NULL);
-    peer_start(&p, name, incarnation);
-    sigwait(&set, &sig);
-    peer_stop(&p);
-    return 0;
-}
-
-static pid_t node_start(const char *name, uint64_t incarnation, size_t n_held, uint32_t salt)
-{
-    char spec[256];
-    pid_t pid = fork();
-
-    assert_true(pid >= 0);
-    if (pid == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGKILL);
-        snprintf(spec, sizeof(spec), "%s %llu %zu %u %s", name, (unsigned long long)incarnation,
-                 n_held, salt, address);
-        setenv("BATON_TEST_NODE", spec, 1);
-        execl("/proc/self/exe", "test_blockmap", NULL);
-        _exit(127);
-    }
-    return pid;
-}
-
-static int node_end(pid_t pid, int sig)
-{
-    int status = 0;
-
-    kill(pid, sig);
-    assert_int_equal(waitpid(pid, &status, 0), pid);
-    return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
-}
-
-/* --- looking --------------------------------------------------------------------------------- */
-
-/* Outcome of one look-up, copied out of the callback. */
-struct outcome {
-    pthread_mutex_t lock;
-    unsigned n_calls;
-    int rc;
-    size_t n_with;    /* keys with a holder */
-    uint32_t n_of[8]; /* holders of the first keys */
-    char name[8][64]; /* of the first holder of each */
-    uint64_t incarnation[8];
-    uint32_t bytes[8];
-    enum bt_tier tier[8];
-    char second[64]; /* second holder of the first key */
-    uint64_t total;  /* of all bytes */
-};
-
-static void note(void *arg, const struct bt_found *f)
-{
-    struct outcome *o = arg;
-
-    pthread_mutex_lock(&o->lock);
-    o->n_calls++;
-    o->rc = f->rc;
-    o->n_with = 0;
-    for (size_t i = 0; i < f->n_keys; i++) {
-        const struct bt_holder *h = &f->holders[f->first[i]];
-        uint32_t n = f->first[i + 1] - f->first[i];
-
-        o->n_with += n > 0;
-        for (uint32_t j = 0; j < n; j++) {
-            o->total += h[j].bytes;
-        }
-        if (i < 8) {
-            o->n_of[i] = n;
-        }
-        if (i < 8 && n > 0) {
-            snprintf(o->name[i], sizeof(o->name[i]), "%s", h->member->name);
-            o->incarnation[i] = h->member->incarnation;
-            o->bytes[i] = h->bytes;
-            o->tier[i] = h->tier;
-        }
-        if (i == 0 && n > 1) {
-            snprintf(o->second, sizeof(o->second), "%s", h[1].member->name);
-        }
-    }
-    pthread_mutex_unlock(&o->lock);
-}
-
-static unsigned n_calls(struct outcome *o)
-{
-    unsigned n;
-
-    pthread_mutex_lock(&o->lock);
-    n = o->n_calls;
-    pthread_mutex_unlock(&o->lock);
-    return n;
-}
-
-static bool called(void *arg)
-{
-    return n_calls(arg) > 0;
-}
-
-/* Looks up and waits for the callback. */
-static struct outcome look(struct peer *p, const struct bt_block_key *keys, size_t n)
-{
-    struct outcome o = {.lock = PTHREAD_MUTEX_INITIALIZER};
-    struct bt_lookup_cb cb = {note, &o};
-
-    assert_true(bt_blockmap_lookup(p->bm, keys, n, 0, &cb) != 0);
-    assert_true(eventually(called, &o));
-    assert_int_equal(o.n_calls, 1);
-    return o;
-}
-
-static struct outcome look_one(struct peer *p, struct bt_block_key key)
-{
-    return look(p, &key, 1);
-}
-
-/* What should come to be seen of key `i` of `salt`. */
-struct sight {
-    struct peer *p;
-    uint32_t salt;
-    uint64_t i;
-    const char *name; /* NULL: nobody holds it, and Redis has answered */
-    uint64_t incarnation;
-};
-
-static bool in_sight(void *arg)
-{
-    const struct sight *s = arg;
-    struct outcome o = look_one(s->p, key_of(s->salt, s->i));
-
-    if (!s->name) {
-        return o.rc == BT_OK && o.n_with == 0;
-    }
-    return o.n_with == 1 && strcmp(o.name[0], s->name) == 0 &&
-           (!s->incarnation || o.incarnation[0] == s->incarnation);
-}
-
-static bool sees(struct peer *p, uint32_t salt, uint64_t i, const char *name, uint64_t incarnation)
-{
-    return eventually(in_sight, &(struct sight){p, salt, i, name, incarnation});
-}
-
-static bool sees_none(struct peer *p, uint32_t salt, uint64_t i)
-{
-    return eventually(in_sight, &(struct sight){p, salt, i, NULL, 0});
-}
-
-static bool is_synced(void *arg)
-{
-    return bt_blockmap_stats(((struct peer *)arg)->bm).synced;
-}
-
-static bool is_up(void *arg)
-{
-    return bt_blockmap_up(((struct peer *)arg)->bm);
-}
-
-static bool is_down(void *arg)
-{
-    struct peer *p = arg;
-
-    look_one(p, key_of(0, 0));
-    return !bt_blockmap_up(p->bm);
-}
-
-static bool put_is_up(void *arg)
-{
-    return bt_blockmap_stats(((struct peer *)arg)->bm).put_up;
-}
-
-static bool put_is_down(void *arg)
-{
-    return !put_is_up(arg);
-}
-
-static bool frozen(void *arg)
-{
-    struct peer *p = arg;
-    bool yes;
-
-    pthread_mutex_lock(&p->lock);
-    yes = p->ms && p->ms->frozen;
-    pthread_mutex_unlock(&p->lock);
-    return yes;
-}
-
-struct all {
-    struct peer *p;
-    uint32_t salt;
-    size_t n;
-};
-
-/* All n blocks of `salt` have a holder. */
-static bool all_found(void *arg)
-{
-    const struct all *a = arg;
-    static struct bt_block_key keys[1000];
-
-    for (size_t i = 0; i < a->n;) {
-        size_t n = 0;
-
-        for (; n < 1000 && i < a->n; n++, i++) {
-            keys[n] = key_of(a->salt, i);
-        }
-        if (look(a->p, keys, n).n_with != n) {
-            return false;
-        }
-    }
-    return true;
-}
-
-static bool sees_all(struct peer *p, uint32_t salt, size_t n)
-{
-    return eventually(all_found, &(struct all){p, salt, n});
-}
-
-/* --- tests ----------------------------------------------------------------------------------- */
-
-static int setup(void **state)
-{
-    redis_start("");
-    return 0;
-}
-
-static int teardown(void **state)
-{
-    redis_kill();
-    return 0;
-}
+/* The block index against a real redis-server: what is announced is found, what is dead or outdated
+ * is not, what was lost comes back. */
+#include "tests/unit/common/cluster/index_fixture.h"
 
 static void test_announce_lookup_withdraw(void **state)
 {
@@ -482,80 +107,450 @@ static void test_emptied_10k_rebuilt(void **state)
     peer_stop(&a);
 }
 
-/* A frozen server: one look-up waits for its deadline, the next ones not at all; whoever looks gets
- * an answer, always; nobody is dropped. */
-static void test_TIER_05_redis_frozen(void **state)
+/* --- who may write --------------------------------------------------------------------------- */
+
+static bool is_refused(void *arg)
 {
-    struct peer a = {.salt = 4, .n_held = 500};
-    struct outcome o;
-    uint64_t n_opened;
-
-    peer_start(&a, "a", 100);
-    assert_true(sees_all(&a, 4, 500));
-    watch_for_loss(&a, "a");
-    n_opened = bt_blockmap_stats(a.bm).n_opened;
-    assert_true(eventually(is_up, &a));
-    kill(redis_pid, SIGSTOP);
-    o = look_one(&a, key_of(4, 0));
-    assert_int_equal(o.rc, BT_E_DEADLINE);
-    assert_false(bt_blockmap_up(a.bm));
-    for (int i = 0; i < 2000; i++) {
-        o = look_one(&a, key_of(4, 0));
-        assert_true(o.n_with == 0 && o.rc == BT_E_UNAVAILABLE);
-    }
-    assert_int_equal(bt_blockmap_stats(a.bm).n_opened, n_opened + 1);
-    assert_true(eventually(frozen, &a));
-    /* held blocks change meanwhile; more announcements than the queue takes */
-    hold(&a, 600);
-    for (uint64_t i = 0; i < 70000; i++) {
-        struct bt_block_have h = have_of(4, i % 600);
-
-        bt_blockmap_announce(a.bm, &h, 1);
-    }
-    assert_true(bt_blockmap_stats(a.bm).n_overflows > 0);
-    assert_true(eventually(put_is_down, &a));
-    kill(redis_pid, SIGCONT);
-    assert_true(sees_all(&a, 4, 600));
-    assert_true(eventually(is_synced, &a));
-    assert_false(was_lost(&a));
-    peer_stop(&a);
+    return bt_blockmap_stats(((struct peer *)arg)->bm).refused;
 }
 
-static void test_TIER_05_redis_killed(void **state)
+static void test_overtaken_writes_nothing(void **state)
 {
-    struct peer a = {.salt = 4, .n_held = 500}, r = {0};
+    struct bt_block_key first = key_of(6, 0);
+    struct peer old = {.salt = 6, .n_held = 50}, young = {.salt = 6, .n_held = 50}, r = {0};
 
-    peer_start(&a, "a", 100);
     peer_start(&r, NULL, 0);
-    assert_true(sees_all(&r, 4, 500));
-    watch_for_loss(&r, "a");
-    redis_kill();
-    assert_true(eventually(is_down, &r));
-    assert_true(eventually(frozen, &r));
-    for (int i = 0; i < 100; i++) {
-        assert_int_equal(look_one(&r, key_of(4, 0)).rc, BT_E_UNAVAILABLE);
+    peer_start(&old, "a", 100);
+    assert_true(sees(&r, 6, 49, "a", 100));
+    peer_start(&young, "a", 200);
+    assert_true(sees(&r, 6, 0, "a", 200));
+    assert_true(eventually(is_synced, &young));
+    bt_blockmap_withdraw(old.bm, &first, 1);
+    assert_true(eventually(is_refused, &old));
+    assert_true(sees(&r, 6, 0, "a", 200));
+    assert_true(sees(&r, 6, 49, "a", 200));
+    /* nor does it get its place back when the younger one is gone */
+    peer_stop(&young);
+    assert_true(sees_none(&r, 6, 0));
+    must("FLUSHALL");
+    peer_stop(&old);
+    peer_stop(&r);
+}
+
+/* A successor whose clock is behind waits for the lease, then writes over what was left. */
+static void test_clock_behind(void **state)
+{
+    struct peer a = {.salt = 6, .n_held = 50}, r = {0};
+    pid_t first = node_start("a", 200, 50, 6);
+
+    peer_start(&r, NULL, 0);
+    assert_true(sees(&r, 6, 0, "a", 200));
+    node_end(first, SIGKILL);
+    peer_start(&a, "a", 100);
+    assert_true(sees(&r, 6, 0, "a", 100));
+    assert_true(sees(&r, 6, 49, "a", 100));
+    peer_stop(&a);
+    peer_stop(&r);
+}
+
+/* --- what is outdated or wrong --------------------------------------------------------------- */
+
+/* "<verb> <record of key> <rest>", the first line of the answer. */
+static bool ask_of(const char *verb, struct bt_block_key key, const char *rest, char answer[64])
+{
+    char command[256], hex[33];
+
+    for (int i = 0; i < 16; i++) {
+        snprintf(hex + 2 * i, 3, "%02x", key.b[i]);
     }
-    redis_start("");
-    assert_true(sees_all(&r, 4, 500));
-    assert_false(was_lost(&r));
+    snprintf(command, sizeof(command), "%s baton:{test}:block:%s %s", verb, hex, rest);
+    return ask(command, answer, 64);
+}
+
+static void tell(const char *verb, struct bt_block_key key, const char *rest)
+{
+    char answer[64];
+
+    assert_true(ask_of(verb, key, rest, answer));
+    assert_true(answer[0] == ':' || answer[0] == '+');
+}
+
+/* The field is not there (any more). */
+struct absent {
+    struct peer *p;
+    struct bt_block_key key;
+    const char *name;
+};
+
+static bool is_absent(void *arg)
+{
+    const struct absent *a = arg;
+    char answer[64];
+
+    look_one(a->p, a->key);
+    return ask_of("HEXISTS", a->key, a->name, answer) && strcmp(answer, ":0\r\n") == 0;
+}
+
+static bool is_gone(struct peer *p, struct bt_block_key key, const char *name)
+{
+    return eventually(is_absent, &(struct absent){p, key, name});
+}
+
+static void test_outdated_is_scrubbed(void **state)
+{
+    struct bt_block_have h = have_of(7, 3);
+    struct peer a = {.untold = true}, r = {0};
+
+    peer_start(&a, "a", 0x100);
+    peer_start(&r, NULL, 0);
+    bt_blockmap_announce(a.bm, &h, 1);
+    assert_true(sees(&r, 7, 3, "a", 0x100));
+    /* an older incarnation of a member; over; a member's, but from the future: left alone */
+    tell("HSET", key_of(7, 0), "a 00000000000000ff:1:10:ffffffff");
+    tell("HSET", key_of(7, 1), "who 0000000000000100:1:10:1");
+    tell("HSET", key_of(7, 2), "a 0000000000000101:1:10:ffffffff");
+    tell("HSET", key_of(7, 4), "who 0000000000000100:1:10:ffffffff");
+    assert_true(is_gone(&r, key_of(7, 0), "a"));
+    assert_true(is_gone(&r, key_of(7, 1), "who"));
+    assert_int_equal(look_one(&r, key_of(7, 2)).n_with, 0);
+    assert_int_equal(look_one(&r, key_of(7, 4)).n_with, 0);
+    /* a holder that says no: only what that incarnation wrote goes */
+    bt_blockmap_disown(r.bm, &h.key, "a", 0xff);
+    bt_blockmap_disown(r.bm, &(struct bt_block_key[]){key_of(7, 4)}[0], "who", 0x100);
+    assert_true(is_gone(&r, key_of(7, 4), "who"));
+    assert_true(sees(&r, 7, 3, "a", 0x100));
+    assert_false(is_absent(&(struct absent){&r, key_of(7, 2), "a"}));
+    bt_blockmap_disown(r.bm, &h.key, "a", 0x100);
+    assert_true(is_gone(&r, h.key, "a"));
     peer_stop(&r);
     peer_stop(&a);
 }
 
-static void test_absent_at_start(void **state)
+static void test_hostile_records(void **state)
 {
-    struct peer a = {.salt = 4, .n_held = 500};
+    static const char *const bad[] = {
+        "a \"\"",
+        "a x",
+        "a 0000000000000100",
+        "a 0000000000000100:1:10",
+        "a 0000000000000100:1:10:",
+        "a 0000000000000100:1:10:xyz",
+        "a 00000000000001000:1:10:ffffffff",
+        "a 0000000000000000:1:10:ffffffff",
+        "a 0000000000000100:1:fffffffff:ffffffff",
+        "a 0000000000000100:1:10:11111111111111111",
+        "a 0000000000000100:9:10:ffffffff",
+        "\"\" 0000000000000100:1:10:ffffffff",
+        "\"a\\x00\" 0000000000000100:1:10:ffffffff",
+        "a "
+        "0000000000000100:1:10:ffffffff:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
+    struct peer a = {.salt = 8, .n_held = 3};
+    char many[128];
 
-    redis_kill();
-    peer_start(&a, "a", 100);
-    for (int i = 0; i < 100; i++) {
-        assert_int_equal(look_one(&a, key_of(4, 0)).rc, BT_E_UNAVAILABLE);
+    hold(&a, 0);
+    peer_start(&a, "a", 0x100);
+    assert_true(eventually(is_synced, &a));
+    tell("HSET", key_of(8, 9), "a 0000000000000100:1:10:ffffffff:more:of:it");
+    assert_true(sees(&a, 8, 9, "a", 0x100));
+    for (size_t i = 0; i < BT_ARRAY_LEN(bad); i++) {
+        tell("DEL", key_of(8, 0), "");
+        tell("HSET", key_of(8, 0), bad[i]);
+        assert_int_equal(look_one(&a, key_of(8, 0)).n_with, 0);
+        assert_true(bt_blockmap_up(a.bm));
     }
-    assert_true(eventually(put_is_down, &a));
-    redis_start("");
-    assert_true(sees_all(&a, 4, 500));
-    assert_true(eventually(put_is_up, &a));
+    tell("DEL", key_of(8, 0), "");
+    tell("SET", key_of(8, 0), "text");
+    tell("LPUSH", key_of(8, 1), "text");
+    for (int i = 0; i < 100; i++) { /* more names than anybody has nodes */
+        snprintf(many, sizeof(many), "name%d 0000000000000100:0:10:ffffffff", i);
+        tell("HSET", key_of(8, 2), many);
+    }
+    assert_int_equal(look_one(&a, key_of(8, 0)).n_with, 0);
+    assert_int_equal(look_one(&a, key_of(8, 1)).n_with, 0);
+    assert_int_equal(look_one(&a, key_of(8, 2)).n_with, 0);
+    assert_true(bt_blockmap_stats(a.bm).n_bad > 10);
+    /* announcing puts things right */
+    hold(&a, 3);
+    for (uint64_t i = 0; i < 3; i++) {
+        struct bt_block_have h = have_of(8, i);
+
+        bt_blockmap_announce(a.bm, &h, 1);
+    }
+    assert_true(sees_all(&a, 8, 3));
     peer_stop(&a);
+}
+
+/* Keys that are there for as long as they are renewed, and no longer. */
+static bool written_often(void *arg)
+{
+    return bt_blockmap_stats(((struct peer *)arg)->bm).n_announced >= 9000;
+}
+
+static bool record_over(void *arg)
+{
+    char answer[64];
+
+    return ask_of("EXISTS", key_of(9, 0), "", answer) && strcmp(answer, ":0\r\n") == 0;
+}
+
+static void test_entries_are_renewed(void **state)
+{
+    struct peer a = {.salt = 9, .n_held = 1500}, r = {0};
+
+    conf.block_ttl_ns = 2 * BT_NS_PER_S;
+    peer_start(&a, "a", 100);
+    peer_start(&r, NULL, 0);
+    assert_true(sees_all(&r, 9, 1500));
+    assert_true(eventually(written_often, &a));
+    assert_true(sees_all(&r, 9, 1500));
+    assert_int_equal(bt_blockmap_stats(a.bm).n_held, 1500);
+    assert_false(record_over(NULL));
+    peer_stop(&a);
+    conf.block_ttl_ns = 600 * BT_NS_PER_S;
+    assert_true(sees_none(&r, 9, 0));
+    assert_true(eventually(record_over, NULL));
+    peer_stop(&r);
+}
+
+static bool counted(void *arg)
+{
+    struct peer *p = arg;
+    struct outcome o = {.lock = PTHREAD_MUTEX_INITIALIZER};
+    struct bt_lookup_cb cb = {note, &o};
+
+    assert_true(bt_blockmap_count(p->bm, 0, &cb) != 0);
+    assert_true(eventually(called, &o));
+    return o.n_of[0] == 2 && o.total == 1500 + 300;
+}
+
+static void test_count(void **state)
+{
+    struct peer a = {.salt = 1, .n_held = 1500}, b = {.salt = 1, .n_held = 300}, r = {0};
+
+    peer_start(&a, "a", 100);
+    peer_start(&b, "b", 100);
+    peer_start(&r, NULL, 0);
+    assert_true(eventually(counted, &r));
+    peer_stop(&r);
+    peer_stop(&b);
+    peer_stop(&a);
+}
+
+/* --- look-ups end once ----------------------------------------------------------------------- */
+
+static void test_cancel_and_destroy(void **state)
+{
+    enum { N = 64 };
+    static struct outcome o[3 * N];
+    struct bt_block_key key = key_of(1, 0);
+    struct peer r = {0};
+    uint64_t ids[N];
+
+    for (int i = 0; i < 3 * N; i++) {
+        o[i] = (struct outcome){.lock = PTHREAD_MUTEX_INITIALIZER};
+    }
+    peer_start(&r, NULL, 0);
+    assert_true(eventually(is_up, &r));
+    kill(redis_pid, SIGSTOP);
+    for (int i = 0; i < N; i++) {
+        struct bt_lookup_cb cb = {note, &o[i]};
+
+        ids[i] = bt_blockmap_lookup(r.bm, &key, 1, 300 * BT_NS_PER_MS, &cb);
+        assert_true(ids[i] != 0);
+    }
+    for (int i = 0; i < N; i++) {
+        bt_blockmap_cancel(r.bm, ids[i]);
+        bt_blockmap_cancel(r.bm, ids[i]);
+    }
+    for (int i = 0; i < N; i++) {
+        assert_true(eventually(called, &o[i]));
+        bt_blockmap_cancel(r.bm, ids[i]);
+        assert_true(o[i].rc == BT_E_CANCELLED || o[i].rc == BT_E_UNAVAILABLE);
+    }
+    bt_blockmap_cancel(r.bm, 123456789);
+    kill(redis_pid, SIGCONT);
+    assert_true(eventually(is_up, &r));
+    for (int i = N; i < 3 * N; i++) {
+        struct bt_lookup_cb cb = {note, &o[i]};
+
+        assert_true(bt_blockmap_lookup(r.bm, &key, 1, 0, &cb) != 0);
+    }
+    assert_true(bt_blockmap_lookup(r.bm, &key, 0, 0, &(struct bt_lookup_cb){note, o}) == 0);
+    assert_true(bt_blockmap_lookup(r.bm, &key, BT_LOOKUP_KEYS_MAX + 1, 0,
+                                   &(struct bt_lookup_cb){note, o}) == 0);
+    peer_stop(&r);
+    for (int i = 0; i < 3 * N; i++) {
+        assert_int_equal(o[i].n_calls, 1);
+    }
+}
+
+/* Blocks come and go while Redis is stopped and emptied; at the end the index says what is. */
+struct churn {
+    struct bt_blockmap *bm;
+    pthread_mutex_t lock;
+    bool held[1000];
+    bool stop;
+    struct bt_blockmap *reader;
+    uint64_t n_begun, n_ended; /* atomic */
+};
+
+static size_t list_churn(void *arg, uint64_t *cursor, struct bt_block_have *out, size_t max)
+{
+    struct churn *c = arg;
+    size_t n = 0;
+
+    pthread_mutex_lock(&c->lock);
+    for (max = BT_MIN(max, (size_t)100); n < max && *cursor < 1000; (*cursor)++) {
+        if (c->held[*cursor]) {
+            out[n++] = have_of(2, *cursor);
+        }
+    }
+    pthread_mutex_unlock(&c->lock);
+    *cursor = *cursor < 1000 ? *cursor : 0;
+    return n;
+}
+
+static void *churn_main(void *arg)
+{
+    struct churn *c = arg;
+    unsigned seed = 1;
+
+    for (int i = 0; i < 30000; i++) { /* fewer than the queue takes */
+        uint64_t k = (uint64_t)rand_r(&seed) % 1000;
+        struct bt_block_have h = have_of(2, k);
+        bool now;
+
+        pthread_mutex_lock(&c->lock);
+        now = c->held[k] = !c->held[k];
+        pthread_mutex_unlock(&c->lock);
+        if (now) {
+            bt_blockmap_announce(c->bm, &h, 1);
+        } else {
+            bt_blockmap_withdraw(c->bm, &h.key, 1);
+        }
+        if (i % 100 == 0) {
+            poll(NULL, 0, 2);
+        }
+    }
+    return NULL;
+}
+
+static void ended(void *arg, const struct bt_found *found)
+{
+    __atomic_fetch_add((uint64_t *)arg, 1, __ATOMIC_RELAXED);
+}
+
+static void *asking_main(void *arg)
+{
+    struct churn *c = arg;
+    unsigned seed = 2;
+
+    while (!__atomic_load_n(&c->stop, __ATOMIC_RELAXED)) {
+        struct bt_block_key keys[16];
+        struct bt_lookup_cb cb = {ended, &c->n_ended};
+        uint64_t id;
+
+        for (int i = 0; i < 16; i++) {
+            keys[i] = key_of(2, (uint64_t)rand_r(&seed) % 1000);
+        }
+        id = bt_blockmap_lookup(c->reader, keys, 16, 0, &cb);
+        __atomic_fetch_add(&c->n_begun, id != 0, __ATOMIC_RELAXED);
+        if (rand_r(&seed) % 8 == 0) {
+            bt_blockmap_cancel(c->reader, id);
+        }
+        poll(NULL, 0, 1);
+    }
+    return NULL;
+}
+
+struct truth {
+    struct churn *c;
+    struct peer *r;
+};
+
+static bool index_is_true(void *arg)
+{
+    static struct bt_block_key keys[1000];
+    const struct truth *t = arg;
+
+    for (uint64_t i = 0; i < 1000; i++) {
+        struct outcome o = look_one(t->r, key_of(2, i));
+
+        if (o.rc != BT_OK || (o.n_with == 1) != t->c->held[i]) {
+            return false;
+        }
+        keys[i] = key_of(2, i);
+    }
+    return look(t->r, keys, 1000).rc == BT_OK;
+}
+
+static void test_churn(void **state)
+{
+    static struct churn c = {.lock = PTHREAD_MUTEX_INITIALIZER};
+    struct peer reg = {.untold = true}, r = {0};
+    struct bt_blockmap_cfg bc = {
+        .conf = &conf, .name = "a", .incarnation = 100, .held = list_churn, .arg = &c};
+    pthread_t churner, asker[2];
+
+    peer_start(&r, NULL, 0);
+    assert_int_equal(bt_blockmap_create(&bc, &c.bm, NULL), BT_OK);
+    peer_start(&reg, "a", 100); /* the membership that goes with it */
+    c.reader = r.bm;
+    assert_int_equal(pthread_create(&churner, NULL, churn_main, &c), 0);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(pthread_create(&asker[i], NULL, asking_main, &c), 0);
+    }
+    for (int i = 0; i < 4; i++) {
+        poll(NULL, 0, 100);
+        must("FLUSHALL");
+        poll(NULL, 0, 100);
+        kill(redis_pid, SIGSTOP);
+        poll(NULL, 0, i % 2 ? 20 : 500);
+        kill(redis_pid, SIGCONT);
+    }
+    pthread_join(churner, NULL);
+    assert_true(eventually(index_is_true, &(struct truth){&c, &r}));
+    assert_int_equal(bt_blockmap_stats(c.bm).n_overflows, 0);
+    __atomic_store_n(&c.stop, true, __ATOMIC_RELAXED);
+    for (int i = 0; i < 2; i++) {
+        pthread_join(asker[i], NULL);
+    }
+    peer_stop(&reg);
+    bt_blockmap_destroy(c.bm);
+    peer_stop(&r);
+    assert_true(c.n_begun > 100);
+    assert_int_equal(c.n_begun, c.n_ended);
+}
+
+static void test_no_redis(void **state)
+{
+    struct bt_block_have h = have_of(1, 0);
+    struct peer a = {.salt = 1, .n_held = 1};
+    char saved = address[0];
+
+    address[0] = '\0';
+    peer_start(&a, "a", 100);
+    bt_blockmap_announce(a.bm, &h, 1);
+    assert_int_equal(look_one(&a, h.key).rc, BT_E_UNAVAILABLE);
+    peer_stop(&a);
+    address[0] = saved;
+}
+
+static void test_bad_arguments(void **state)
+{
+    struct bt_blockmap_cfg cfg = {.conf = &conf, .name = "bad name", .incarnation = 1};
+    struct bt_blockmap *bm;
+    struct bt_err err;
+
+    assert_int_equal(bt_blockmap_create(&cfg, &bm, &err), BT_E_INVALID);
+    cfg.name = "a";
+    cfg.incarnation = 0;
+    assert_int_equal(bt_blockmap_create(&cfg, &bm, &err), BT_E_INVALID);
+    conf.block_ttl_ns = 0;
+    cfg.incarnation = 1;
+    assert_int_equal(bt_blockmap_create(&cfg, &bm, &err), BT_E_CONFIG);
+    conf.block_ttl_ns = 600 * BT_NS_PER_S;
+    bt_blockmap_destroy(NULL);
 }
 
 int main(void)
@@ -566,9 +561,16 @@ int main(void)
         T(test_several_holders_fastest_first),
         T(test_TIER_05_dead_owner_and_restart),
         T(test_emptied_10k_rebuilt),
-        T(test_TIER_05_redis_frozen),
-        T(test_TIER_05_redis_killed),
-        T(test_absent_at_start),
+        T(test_overtaken_writes_nothing),
+        T(test_clock_behind),
+        T(test_outdated_is_scrubbed),
+        T(test_hostile_records),
+        T(test_entries_are_renewed),
+        T(test_count),
+        T(test_cancel_and_destroy),
+        T(test_churn),
+        cmocka_unit_test(test_no_redis),
+        cmocka_unit_test(test_bad_arguments),
 #undef T
     };
     const char *spec = getenv("BATON_TEST_NODE");
