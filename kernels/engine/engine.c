@@ -399,6 +399,7 @@ static int create_sched(struct kn_engine *e, struct bt_err *err)
         .sources = e->sources,
         .n_sources = e->n_sources,
         .n_local = e->n_local_sources,
+        .always_bring = e->cfg.always_bring,
         .post = post,
         .clock = clock_ns,
         .post_arg = e,

@@ -90,6 +90,8 @@ struct kn_engine_cfg {
      */
     int block_tokens;
     int key_bits;
+    bool always_bring; /* blocks found outside the pool are brought, also where computing would be
+                          cheaper; for measurements */
     struct kv_key_root_args key;
     int max_batch_tokens; /* chunk budget of one step, e.g. 512 */
     int max_running;      /* sequences in one step */

@@ -22,8 +22,10 @@
 /* How a load must compare with computing, times 1/4: cheaper by a margin. */
 #define MARGIN_QUARTERS 5
 #define LOAD_FIXED_NS   (100 * BT_NS_PER_US) /* cost of any load: threads wake, a step later */
-#define LOOK_KEEP_NS    (1 * BT_NS_PER_S)    /* pins of a request that is not admitted */
-#define LOOK_SHARE      50 /* of the time saved, that waiting for answers may take */
+#define LONG_LOAD_NS    10e6 /* from here on the rate decides, below what every load costs */
+#define LEARN_WEIGHT    0.25
+#define LOOK_KEEP_NS    (1 * BT_NS_PER_S) /* pins of a request that is not admitted */
+#define LOOK_SHARE      50                /* of the time saved, that waiting for answers may take */
 #define LOOK_MAX_NS     (50 * BT_NS_PER_MS)
 #define LOOK_MIN_NS     (1 * BT_NS_PER_MS)
 #define MAX_REMOTE      2 /* look-ups on other machines for one stay in the queue */
@@ -221,7 +223,9 @@ bool kn_sched_look(struct kn_sched *sched, struct kn_seq *s, uint32_t n_pool)
 
 static uint64_t corrected(const struct kn_sched *sched, const struct kn_part *part, uint64_t ns)
 {
-    return (uint64_t)((double)ns * sched->load_scale[part->source]) + LOAD_FIXED_NS;
+    const struct kn_load_fit *fit = &sched->load_fit[part->source];
+
+    return (uint64_t)((double)ns * fit->scale + fit->fixed_ns);
 }
 
 /* Blocks of the part that are cheaper to bring than to compute; adds to the estimates. Who receives
@@ -235,6 +239,11 @@ choose_part(const struct kn_sched *sched, struct kn_seq *s, const struct kn_part
         uint64_t ns;
     } ways[] = {{f->n, f->load_ns}, {f->n_fast, f->fast_ns}};
 
+    if (sched->cfg.always_bring) {
+        s->load_promised_ns += corrected(sched, part, f->load_ns);
+        s->load_saves_ns = BT_NEVER_NS / 4; /* never given up */
+        return f->n;
+    }
     for (size_t i = kn_seq_computes(s) ? 0 : 1; i < BT_ARRAY_LEN(ways); i++) {
         uint64_t load = corrected(sched, part, ways[i].ns), compute;
 
@@ -269,10 +278,13 @@ uint32_t kn_sched_choose(struct kn_sched *sched, struct kn_seq *s)
 void kn_sched_decline(struct kn_sched *sched, struct kn_seq *s)
 {
     for (uint32_t i = 0; i < s->n_parts; i++) {
-        double *scale = &sched->load_scale[s->parts[i].source];
+        struct kn_load_fit *fit = &sched->load_fit[s->parts[i].source];
 
         /* A correction that forbids loads must not do so for ever. */
-        *scale -= s->parts[i].find.n > 0 && *scale > 1 ? (*scale - 1) / 32 : 0;
+        if (s->parts[i].find.n > 0) {
+            fit->scale -= (fit->scale - 1) / 32;
+            fit->fixed_ns -= (fit->fixed_ns - LOAD_FIXED_NS) / 32;
+        }
     }
     kn_sched_fetch_end(sched, s);
     s->tail_tokens = 0;
@@ -377,14 +389,27 @@ static void count_tiers(struct kn_sched *sched, const struct kn_seq *s, uint32_t
 /* How long it took against what was promised, for the next estimates. */
 static void learn(struct kn_sched *sched, const struct kn_seq *s, const struct kn_part *part)
 {
-    double *scale = &sched->load_scale[part->source];
-    uint64_t took = part->loaded_ns - s->load_ns;
-    double now = (double)took / (double)BT_MAX(part->find.load_ns + LOAD_FIXED_NS, (uint64_t)1);
+    struct kn_load_fit *fit = &sched->load_fit[part->source];
+    double took = (double)(part->loaded_ns - s->load_ns), promised = (double)part->find.load_ns;
+    double *of = &fit->fixed_ns, now = took - promised, most = 50e6;
 
-    if (part->n_wanted == part->find.n) {
-        now = BT_MAX(now, 0.5);
-        now = BT_MIN(now, 16.0);
-        *scale += 0.25 * (now - *scale);
+    if (part->n_wanted < part->find.n) {
+        return;
+    }
+    if (promised > LONG_LOAD_NS) {
+        of = &fit->scale;
+        now = took / promised;
+        most = 16;
+    }
+    now = BT_MAX(now, 0.0);
+    now = BT_MIN(now, most);
+    *of += LEARN_WEIGHT * (now - *of);
+}
+
+void kn_sched_fit_init(struct kn_sched *sched)
+{
+    for (uint32_t i = 0; i < sched->cfg.n_sources; i++) {
+        sched->load_fit[i] = (struct kn_load_fit){.scale = 1, .fixed_ns = LOAD_FIXED_NS};
     }
 }
 

@@ -29,9 +29,9 @@ int kn_sched_create(const struct kn_sched_cfg *cfg, struct kn_sched **ret, struc
     sched->cfg.n_sources = cfg->index ? cfg->n_sources : 0;
     for (uint32_t i = 0; i < sched->cfg.n_sources; i++) {
         sched->sources[i] = cfg->sources[i];
-        sched->load_scale[i] = 1;
     }
     sched->cfg.sources = sched->sources;
+    kn_sched_fit_init(sched);
     for (int i = 0; i < KN_LIST_NONE; i++) {
         bt_list_init(&sched->lists[i]);
     }

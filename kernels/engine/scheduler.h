@@ -68,6 +68,7 @@ struct kn_sched_cfg {
      * them answer at once. Needs an index. */
     struct kv_source *const *sources; /* copied */
     uint32_t n_sources, n_local;
+    bool always_bring; /* what is found is brought, whatever it costs */
     /* Any thread: has msg->handle run on the scheduler's, soon. NULL without sources. */
     void (*post)(void *arg, struct bt_msg *msg);
     uint64_t (*clock)(void *arg); /* any thread */

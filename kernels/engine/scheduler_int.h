@@ -8,6 +8,12 @@
 #include "common/ds/map.h"
 #include "kernels/engine/rate.h"
 
+/* How loads of a source keep their estimates, as moving averages: took = scale * estimate + fixed.
+ */
+struct kn_load_fit {
+    double scale, fixed_ns;
+};
+
 struct kn_sched {
     struct kn_sched_cfg cfg;
     struct bt_list lists[KN_LIST_NONE]; /* struct kn_seq.link by (claim, order) */
@@ -25,9 +31,9 @@ struct kn_sched {
     struct kv_source *sources[KN_MAX_SOURCES]; /* cfg.sources */
     struct kn_rate rate;                       /* of computing prompts */
     uint64_t look_ns[KN_MAX_SOURCES];          /* moving average: how long an answer takes */
-    double load_scale[KN_MAX_SOURCES]; /* moving average: time of loads to their estimates */
-    struct kn_offers *offers;          /* NULL = nothing to offer to */
-    bool closing;                      /* ends: nothing is offered any more */
+    struct kn_load_fit load_fit[KN_MAX_SOURCES];
+    struct kn_offers *offers; /* NULL = nothing to offer to */
+    bool closing;             /* ends: nothing is offered any more */
     struct kn_sched_stats stats;
 };
 
@@ -85,6 +91,7 @@ void kn_sched_free_pages(struct kn_sched *sched, struct kn_seq *s);
 void kn_sched_own_pages(struct kn_sched *sched, struct kn_seq *s, enum kv_owner owner);
 
 /* fetch.c. All of it does nothing without sources. */
+void kn_sched_fit_init(struct kn_sched *sched);
 void kn_sched_fetch_init(struct kn_sched *sched, struct kn_seq *s);
 /* Asks the sources what they have behind the n_pool blocks that the pool has; false: they have not
  * answered yet. */

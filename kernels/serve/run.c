@@ -23,6 +23,7 @@
 #define SHUTDOWN_NS     (1 * BT_NS_PER_S)   /* for the last messages to routers */
 
 const char *const kn_serve_isas[] = {"auto", "ref", "avx2", "avx512", "amx", NULL};
+const char *const kn_serve_brings[] = {"cheaper", "always", NULL};
 const char *const kn_serve_kv_dtypes[] = {"f16", "f32", NULL};
 
 /* --- engine to loop -------------------------------------------------------------------------- */
@@ -239,6 +240,7 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
         .page_tokens = (int)c->page_tokens,
         .pool_bytes = c->pool_bytes,
         .max_ctx = (int)c->max_ctx,
+        .always_bring = c->bring == 1,
         .block_tokens = c->prefix_cache ? (int)c->block_tokens : 0,
         .key = {.secret = bt_str_of(c->cluster.secret),
                 .model_digest = s->model_digest,

@@ -23,7 +23,7 @@ struct kn_serve_conf {
     char *net_listen, *net_transports, *net_method;
     int64_t threads, page_tokens, max_batch_tokens, max_running, max_waiting, max_ctx;
     int64_t block_tokens;
-    int isa, kv_dtype; /* kn_serve_isas, kn_serve_kv_dtypes */
+    int isa, kv_dtype, bring; /* kn_serve_isas, kn_serve_kv_dtypes, kn_serve_brings */
     bool prefix_cache;
     uint64_t pool_bytes, max_queued_bytes;
     char *keeper_socket;
@@ -34,6 +34,7 @@ struct kn_serve_conf {
 };
 
 extern const char *const kn_serve_isas[];
+extern const char *const kn_serve_brings[];    /* cheaper, always */
 extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype */
 
 #define KN_SERVE_CONF_ROWS(S, f)                                                                   \
@@ -62,6 +63,9 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
                     "Tokens a KV page holds; a power of two."),                                    \
         BT_CONF_BOOL(S, f.prefix_cache, "engine.prefix_cache", "on",                               \
                      "Reuse the KV of prompts and answers that begin like earlier ones."),         \
+        BT_CONF_ENUM(S, f.bring, "engine.bring", "cheaper", kn_serve_brings,                       \
+                     "Blocks found outside the pool are brought where that is cheaper than "       \
+                     "computing them, or always (for measurements)."),                             \
         BT_CONF_INT(S, f.block_tokens, "engine.block_tokens", "128", 64, 256,                      \
                     "Tokens of a block, the unit of reuse; a multiple of engine.page_tokens."),    \
         BT_CONF_BYTES(S, f.pool_bytes, "engine.pool_bytes", "512M", 65536, INT64_C(1) << 46,       \
