@@ -94,6 +94,25 @@ ensure_pip() {
     python3 -m pip --version >/dev/null 2>&1 || ensure_packages python3-pip
 }
 
+# The Python environment of tests and benchmarks, one for each version of its requirements.
+TEST_VENV=$CACHE_DIR/venv-tests-$(sha256sum "$ROOT_DIR/tests/requirements.txt" | cut -c1-12)
+
+make_test_venv() {
+    local base
+    base=$(pip_python)
+    rm -rf "$TEST_VENV"
+    "$base" -m venv "$TEST_VENV" &&
+        "$TEST_VENV/bin/pip" install --quiet --disable-pip-version-check \
+            -r "$ROOT_DIR/tests/requirements.txt" &&
+        touch "$TEST_VENV/complete"
+}
+
+ensure_test_venv() {
+    [ ! -f "$TEST_VENV/complete" ] || return 0
+    ensure_pip
+    step "making a Python environment for the tests" make_test_venv || die "no test environment"
+}
+
 model_ok() { [ -f "$MODEL_FILE" ] && echo "$MODEL_SHA256  $MODEL_FILE" | sha256sum --check --status; }
 
 fetch_model() {

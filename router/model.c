@@ -32,6 +32,7 @@ void rt_model_close(struct rt_model *m)
 int rt_model_open(const char *path, struct rt_model **ret_model, struct bt_err *err)
 {
     struct rt_model *m = bt_calloc(1, sizeof(*m));
+    const struct bt_model_config *mc;
     struct bt_err why = {0};
     int rc;
 
@@ -44,7 +45,9 @@ int rt_model_open(const char *path, struct rt_model **ret_model, struct bt_err *
         rt_model_close(m);
         return rc;
     }
-    rc = bt_chat_create(m->tok, bt_model_tok_source(m->file)->chat_template, &m->chat, &why);
+    mc = bt_model_config(m->file);
+    rc = bt_chat_create(m->tok, bt_model_tok_source(m->file)->chat_template,
+                        mc->n_eos ? mc->eos[0] : -1, &m->chat, &why);
     if (rc < 0) {
         snprintf(m->no_chat, sizeof(m->no_chat), "%s", bt_err_msg(&why, rc));
         BT_INFO("model", "msg=\"no chat: %s\"", m->no_chat);

@@ -32,17 +32,7 @@ done
 
 cd "$ROOT_DIR" || exit 1
 results=$(mktemp -d "${TMPDIR:-/tmp}/baton-tests.XXXXXX")
-venv=$CACHE_DIR/venv-tests-$(sha256sum tests/requirements.txt | cut -c1-12)
 broken=0 # stages that could not even run
-
-make_venv() {
-    local base
-    base=$(pip_python)
-    rm -rf "$venv"
-    "$base" -m venv "$venv" &&
-        "$venv/bin/pip" install --quiet --disable-pip-version-check -r tests/requirements.txt &&
-        touch "$venv/complete"
-}
 
 # run_meson DIR SUITE...: the suites of one build; results as JUnit.
 run_meson() {
@@ -107,10 +97,8 @@ stage_quickstart() { run_pytest quickstart build-debug tests/quickstart; }
 
 # shellcheck disable=SC2086
 ensure_packages $BUILD_PACKAGES $TEST_PACKAGES
-if [ ! -f "$venv/complete" ]; then
-    ensure_pip
-    step "making a Python environment for the tests" make_venv || die "no test environment"
-fi
+ensure_test_venv
+venv=$TEST_VENV
 ensure_model
 
 failed_stages=()

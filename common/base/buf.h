@@ -24,6 +24,13 @@ static inline struct bt_str bt_buf_str(const struct bt_buf *b)
     return (struct bt_str){b->p, b->n};
 }
 
+/* A stretch of a text, and whether we wrote it or somebody whom nobody trusts. A text is described
+ * by its runs in order, from the first byte to the last. */
+struct bt_run {
+    size_t end; /* offset behind its last byte */
+    bool ours;
+};
+
 /* Growable array of token ids; same rules. */
 struct bt_ids {
     int32_t *p;

@@ -145,6 +145,7 @@ bool added_next(const struct added *a,
         }
         if (t && (control || !t->control)) {
             io->token = t;
+            io->len = len;
             io->scan = i + len;
             io->from = i;
             if (t->lstrip) {

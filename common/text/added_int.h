@@ -38,6 +38,7 @@ void added_fini(struct added *a);
 struct added_match {
     const struct added_token *token;
     size_t from, to;  /* bytes of the text, stripped white space included */
+    size_t len;       /* bytes of the token itself */
     size_t scan;      /* where the search goes on: the token's own end */
     size_t spaces_to; /* end of a run of white space seen before, so that none is walked twice */
 };

@@ -8,6 +8,7 @@
 struct encoder {
     const struct bt_tokenizer *tok;
     bool control;
+    const struct bt_run *runs, *runs_end; /* control tokens only where the text is ours; or NULL */
     struct bpe_work work;
     struct bt_buf normal; /* the part at hand in NFC */
     struct bt_ids *out;
@@ -25,6 +26,20 @@ static int encode_plain(struct encoder *e, struct bt_str text)
     return rc;
 }
 
+/* Whether bytes [from, to) of the text are ours; asked in ascending order. */
+static bool is_ours(struct encoder *e, size_t from, size_t to)
+{
+    const struct bt_run *r;
+
+    while (e->runs < e->runs_end && e->runs->end <= from) {
+        e->runs++;
+    }
+    for (r = e->runs; r < e->runs_end && r->ours && r->end < to;) {
+        r++;
+    }
+    return r < e->runs_end && r->ours;
+}
+
 /* Runs `part` on what lies between the matches of `a`, and puts out the ids of the matches. */
 static int around_matches(struct encoder *e,
                           const struct added *a,
@@ -33,9 +48,16 @@ static int around_matches(struct encoder *e,
 {
     struct added_match m = {0};
     size_t done = 0;
+    bool control;
     int rc = BT_OK;
 
-    while (rc == BT_OK && added_next(a, &e->tok->uni, text, e->control, &m)) {
+    /* Runs say where the text as it came is ours; after normalisation no control token is found. */
+    control = e->control && (!e->runs || a == &e->tok->added);
+    while (rc == BT_OK && added_next(a, &e->tok->uni, text, control, &m)) {
+        if (m.token->control && e->runs && !is_ours(e, m.scan - m.len, m.scan)) {
+            m.to = done;
+            continue;
+        }
         if (m.from > done) {
             rc = part(e, (struct bt_str){text.p + done, m.from - done});
         }
@@ -67,13 +89,9 @@ static int encode_part(struct encoder *e, struct bt_str text)
     return around_matches(e, &tok->late, text, encode_plain);
 }
 
-int bt_tokenizer_encode(const struct bt_tokenizer *tok,
-                        struct bt_str text,
-                        unsigned flags,
-                        struct bt_ids *ids,
-                        struct bt_err *err)
+static int encode(struct encoder *e, struct bt_str text, struct bt_err *err)
 {
-    struct encoder e = {.tok = tok, .control = flags & BT_TOK_SPECIAL, .out = ids};
+    struct bt_ids *ids = e->out;
     size_t n_before = ids->n, valid;
     int rc;
 
@@ -84,9 +102,9 @@ int bt_tokenizer_encode(const struct bt_tokenizer *tok,
     if (valid != text.n) {
         return BT_FAIL(err, BT_E_INVALID, "text is not UTF-8 at byte %zu", valid);
     }
-    rc = around_matches(&e, &tok->added, text, encode_part);
-    bpe_work_fini(&e.work);
-    bt_buf_fini(&e.normal);
+    rc = around_matches(e, &e->tok->added, text, encode_part);
+    bpe_work_fini(&e->work);
+    bt_buf_fini(&e->normal);
     if (rc == BT_OK) {
         return BT_OK;
     }
@@ -95,6 +113,30 @@ int bt_tokenizer_encode(const struct bt_tokenizer *tok,
         return BT_FAIL(err, rc, "text of %zu bytes gives more than %zu tokens", text.n, ids->max);
     }
     return BT_FAIL(err, rc, "encoding %zu bytes of text: %s", text.n, bt_rc_text(rc));
+}
+
+int bt_tokenizer_encode(const struct bt_tokenizer *tok,
+                        struct bt_str text,
+                        unsigned flags,
+                        struct bt_ids *ids,
+                        struct bt_err *err)
+{
+    struct encoder e = {.tok = tok, .control = flags & BT_TOK_SPECIAL, .out = ids};
+
+    return encode(&e, text, err);
+}
+
+int bt_tokenizer_encode_runs(const struct bt_tokenizer *tok,
+                             struct bt_str text,
+                             const struct bt_run *runs,
+                             size_t n_runs,
+                             struct bt_ids *ids,
+                             struct bt_err *err)
+{
+    struct encoder e = {
+        .tok = tok, .control = n_runs > 0, .runs = runs, .runs_end = runs + n_runs, .out = ids};
+
+    return encode(&e, text, err);
 }
 
 int bt_tokenizer_begin(const struct bt_tokenizer *tok, struct bt_ids *ids)

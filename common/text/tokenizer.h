@@ -37,6 +37,15 @@ int bt_tokenizer_encode(const struct bt_tokenizer *tok,
                         struct bt_ids *ids,
                         struct bt_err *err) BT_MUST_USE;
 
+/* The same for a text that is partly ours: control tokens are found where all their bytes lie in
+ * runs that are ours, and nowhere else. */
+int bt_tokenizer_encode_runs(const struct bt_tokenizer *tok,
+                             struct bt_str text,
+                             const struct bt_run *runs,
+                             size_t n_runs,
+                             struct bt_ids *ids,
+                             struct bt_err *err) BT_MUST_USE;
+
 /* The begin-of-sequence rule, for a whole prompt that came from text or a template: puts the BOS
  * token in front if this tokenizer adds one and the prompt does not start with it already. Removes
  * nothing. Not for prompts that came as ids. BT_OK, BT_E_NOMEM, BT_E_TOO_LARGE. */

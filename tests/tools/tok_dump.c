@@ -99,7 +99,7 @@ static size_t split_messages(struct bt_str in, struct bt_str *parts, struct bt_c
     return n;
 }
 
-static void chat_loop(const struct bt_tokenizer *tok, struct bt_str text)
+static void chat_loop(const struct bt_tokenizer *tok, struct bt_str text, int32_t eos)
 {
     struct bt_chat_template *tmpl = NULL;
     struct bt_chat_message messages[64];
@@ -109,7 +109,7 @@ static void chat_loop(const struct bt_tokenizer *tok, struct bt_str text)
     struct bt_err err = {0};
     uint32_t n;
 
-    if (bt_chat_create(tok, text, &tmpl, &err) < 0) {
+    if (bt_chat_create(tok, text, eos, &tmpl, &err) < 0) {
         fprintf(stderr, "tok_dump: %s\n", err.msg);
         exit(3);
     }
@@ -132,7 +132,7 @@ static void chat_loop(const struct bt_tokenizer *tok, struct bt_str text)
     bt_chat_destroy(tmpl);
 }
 
-static void run(const struct bt_tok_source *src, const char *what)
+static void run(const struct bt_tok_source *src, const char *what, int32_t eos)
 {
     struct bt_tokenizer *tok = NULL;
     struct bt_err err = {0};
@@ -144,7 +144,7 @@ static void run(const struct bt_tok_source *src, const char *what)
     if (strcmp(what, "decode") == 0) {
         decode_loop(tok);
     } else if (strcmp(what, "chat") == 0) {
-        chat_loop(tok, src->chat_template);
+        chat_loop(tok, src->chat_template, eos);
     } else {
         encode_loop(tok, strcmp(what, "special") == 0 ? BT_TOK_SPECIAL : 0);
     }
@@ -158,6 +158,7 @@ int main(int argc, char **argv)
     struct bt_buf json = {0}, tmpl = {0};
     struct bt_err err = {0};
     size_t len = argc > 1 ? strlen(argv[1]) : 0;
+    int32_t eos = -1;
 
     if (argc < 3 || argc > 5) {
         fprintf(stderr, "usage: tok_dump MODEL encode|special|decode|chat [PRE [TEMPLATE]]\n");
@@ -175,6 +176,7 @@ int main(int argc, char **argv)
             return 1;
         }
         src = *bt_model_tok_source(mf);
+        eos = bt_model_config(mf)->n_eos ? bt_model_config(mf)->eos[0] : -1;
     }
     if (argc > 3 && *argv[3]) {
         src.pre = bt_str_of(argv[3]);
@@ -186,7 +188,7 @@ int main(int argc, char **argv)
         }
         src.chat_template = bt_buf_str(&tmpl);
     }
-    run(&src, argv[2]);
+    run(&src, argv[2], eos);
     bt_buf_fini(&json);
     bt_buf_fini(&tmpl);
     bt_model_close(mf);

@@ -18,7 +18,7 @@ static struct bt_chat_template *tmpl;
 static int setup(void **state)
 {
     tok = tok_data_tokenizer("smollm");
-    return bt_chat_create(tok, BT_STR(PLAIN), &tmpl, NULL);
+    return bt_chat_create(tok, BT_STR(PLAIN), -1, &tmpl, NULL);
 }
 
 static int teardown(void **state)
@@ -75,7 +75,6 @@ static void test_ids_are_those_of_the_rendered_text(void **state)
                                      MESSAGE("assistant", "7 = 7"),
                                      {BT_STR("user"), 0, NULL}};
 
-    assert_true(bt_str_eq(bt_chat_default_system(tmpl), BT_STR("Be kind.")));
     expect(user, 1,
            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
            "<|im_start|>assistant\n");
@@ -111,7 +110,7 @@ static void test_TOK_06_content_never_forges_a_marker(void **state)
 
 static void test_bad_conversations_are_refused(void **state)
 {
-    struct bt_chat_message role[] = {MESSAGE("user", "x"), MESSAGE("developer", "x")};
+    struct bt_chat_message role[] = {MESSAGE("user", "x"), MESSAGE("narrator", "x")};
     struct bt_chat_message bytes[] = {MESSAGE("user", "ab\xff")};
     struct bt_chat_message good[] = {MESSAGE("user", "some text of more than three tokens")};
     struct bt_ids ids = {.max = 20};
@@ -119,7 +118,7 @@ static void test_bad_conversations_are_refused(void **state)
 
     assert_int_equal(bt_chat_render(tmpl, good, 0, true, &ids, &err), BT_E_INVALID);
     assert_int_equal(bt_chat_render(tmpl, role, 2, true, &ids, &err), BT_E_INVALID);
-    assert_non_null(strstr(err.msg, "message 1: role \"developer\""));
+    assert_non_null(strstr(err.msg, "message 1: role \"narrator\""));
     assert_int_equal(bt_chat_render(tmpl, bytes, 1, true, &ids, &err), BT_E_INVALID);
     assert_non_null(strstr(err.msg, "byte 2"));
     assert_int_equal(bt_chat_render(tmpl, good, 1, true, &ids, &err), BT_E_TOO_LARGE);
@@ -132,31 +131,78 @@ static void refuse(struct bt_str text, int want)
     struct bt_chat_template *t = NULL;
     struct bt_err err = {0};
 
-    assert_int_equal(bt_chat_create(tok, text, &t, &err), want);
+    assert_int_equal(bt_chat_create(tok, text, -1, &t, &err), want);
     assert_null(t);
     assert_true(err.msg[0] != '\0');
 }
 
-static void test_other_templates_are_refused(void **state)
+static void test_unusable_templates_are_refused(void **state)
 {
-    static const char *const others[] = {
-        "{{ bos_token }}" PLAIN,
-        PLAIN "{{ '' }}",
-        PLAIN "text",
-        " " PLAIN,
-        "{# c #}" PLAIN,
-        "{% for message in messages %}",
-        "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}",
-        "{{'<|im_start|>",
-        "{% '",
-        "{{-",
-        "\\",
+    static const struct {
+        const char *text;
+        int rc;
+    } others[] = {
+        {"", BT_E_NOT_FOUND},
+        {"{% for message in messages %}", BT_E_FORMAT},
+        {"{{'<|im_start|>", BT_E_FORMAT},
+        {"{% '", BT_E_FORMAT},
+        {"{{-", BT_E_FORMAT},
+        {"{{ messages | frobnicate }}", BT_E_UNSUPPORTED},
+        {"{{ messages[0].content + 1 }}", BT_E_UNSUPPORTED},
+        {"{{ raise_exception('never') }}", BT_E_UNSUPPORTED},
     };
 
-    refuse(BT_STR(""), BT_E_NOT_FOUND);
     for (size_t i = 0; i < BT_ARRAY_LEN(others); i++) {
-        refuse(bt_str_of(others[i]), BT_E_UNSUPPORTED);
+        refuse(bt_str_of(others[i].text), others[i].rc);
     }
+}
+
+static void test_a_template_may_write_the_end_token(void **state)
+{
+    static const struct {
+        const char *text;
+        size_t n_eos;
+    } cases[] = {
+        {"{{ eos_token }}{{ messages[0].content }}", 1},
+        {"{{ messages[0].content }}", 0},
+        {"{{ eos_token + eos_token }}{{ messages[0].content }}", 2},
+    };
+    struct bt_chat_message m[] = {MESSAGE("user", "Hi")};
+    int32_t eos = bt_tokenizer_find_special(tok, BT_STR("<|im_end|>"));
+
+    assert_true(eos >= 0);
+    for (size_t i = 0; i < BT_ARRAY_LEN(cases); i++) {
+        struct bt_chat_template *t = NULL;
+        struct bt_ids ids = {0};
+        size_t n = 0;
+
+        assert_int_equal(bt_chat_create(tok, bt_str_of(cases[i].text), eos, &t, NULL), BT_OK);
+        assert_int_equal(bt_chat_render(t, m, 1, true, &ids, NULL), BT_OK);
+        for (size_t k = 0; k < ids.n; k++) {
+            n += ids.p[k] == eos;
+        }
+        assert_int_equal(n, cases[i].n_eos);
+        bt_ids_fini(&ids);
+        bt_chat_destroy(t);
+    }
+}
+
+/* Text of the template on both sides of what came in is split like one text. */
+static void test_text_around_content_is_one_text(void **state)
+{
+    struct bt_chat_message m[] = {MESSAGE("user", "ld it")};
+    struct bt_chat_template *t = NULL;
+    struct bt_ids got = {0}, want = {0};
+
+    assert_int_equal(bt_chat_create(tok, BT_STR("cou{{ messages[0].content }}self"), -1, &t, NULL),
+                     BT_OK);
+    assert_int_equal(bt_chat_render(t, m, 1, true, &got, NULL), BT_OK);
+    assert_int_equal(bt_tokenizer_encode(tok, BT_STR("could itself"), 0, &want, NULL), BT_OK);
+    assert_int_equal(got.n, want.n);
+    assert_memory_equal(got.p, want.p, want.n * sizeof(*want.p));
+    bt_ids_fini(&got);
+    bt_ids_fini(&want);
+    bt_chat_destroy(t);
 }
 
 int main(void)
@@ -165,7 +211,9 @@ int main(void)
         cmocka_unit_test(test_ids_are_those_of_the_rendered_text),
         cmocka_unit_test(test_TOK_06_content_never_forges_a_marker),
         cmocka_unit_test(test_bad_conversations_are_refused),
-        cmocka_unit_test(test_other_templates_are_refused),
+        cmocka_unit_test(test_unusable_templates_are_refused),
+        cmocka_unit_test(test_a_template_may_write_the_end_token),
+        cmocka_unit_test(test_text_around_content_is_one_text),
     };
 
     return cmocka_run_group_tests(tests, setup, teardown);
