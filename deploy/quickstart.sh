@@ -2,23 +2,25 @@
 # From a clone to an answer: installs what is missing, builds, fetches a small real model, starts
 # Redis, a router, one prefill node and one decode node on loopback, and streams an answer.
 #
-#   deploy/quickstart.sh [--once] [--model PATH] [--prompt TEXT] [--max-tokens N] [--port N]
+#   deploy/quickstart.sh [--once] [--model PATH] [--prompt TEXT] [--max-tokens N] [--port N] [--keeper]
 #
 #   --once          end after the answer (otherwise the cluster stays up until interrupted)
 #   --model PATH    another model: a .gguf file or a Hugging Face directory
 #   --prompt TEXT   what to ask
 #   --max-tokens N  length of the answer (default 64)
 #   --port N        the router's gRPC port (default: any free one)
+#   --keeper        a keeper holds the nodes' KV: a node started again finds it
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-once=0 model='' prompt='What is a relay race? Answer in one sentence.' max_tokens=64 port=0
+once=0 model='' prompt='What is a relay race? Answer in one sentence.' max_tokens=64 port=0 keeper=0
 
-usage() { sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 while [ $# -gt 0 ]; do
     case $1 in
     --once) once=1 ;;
+    --keeper) keeper=1 ;;
     --model | --prompt | --max-tokens | --port)
         [ $# -ge 2 ] || die "$1 needs a value"
         case $1 in
@@ -96,9 +98,15 @@ fi
 # `step` runs its command in this shell, so that the processes stay our children.
 step "starting Redis" start_redis || die "Redis did not start"
 common=(--model="$model" --redis.address="unix:$run/redis.sock" --cluster.name=quickstart)
-step "starting the prefill node" launch prefill baton-prefill "${common[@]}" \
+node=("${common[@]}")
+if [ $keeper = 1 ]; then
+    step "starting the keeper" launch keeper baton-keeper --socket="$run/keeper.sock" ||
+        die "the keeper did not start"
+    node+=(--keeper.socket="$run/keeper.sock")
+fi
+step "starting the prefill node" launch prefill baton-prefill "${node[@]}" \
     --name=prefill-0 || die "the prefill node did not start"
-step "starting the decode node" launch decode baton-decode "${common[@]}" \
+step "starting the decode node" launch decode baton-decode "${node[@]}" \
     --name=decode-0 || die "the decode node did not start"
 step "starting the router" launch router baton-router "${common[@]}" \
     --listen="127.0.0.1:$port" || die "the router did not start"

@@ -17,13 +17,14 @@ import time
 import grpc
 import pytest
 
-from cluster import SLOW, Cluster, eventually
+from cluster import SANITIZED, SLOW, Cluster, eventually
+from test_cache_events import Follower
 from wire import DIRECT, LOCAL
 
 BLOCK = 128
 N_TOKENS = 24
 LONG = os.environ.get("BATON_TEST_LONG") == "1"
-ROUNDS = 1000 if LONG else 50
+ROUNDS = 1000 if LONG else 10 if SANITIZED else 50
 DEATHS = ("from=ready to=lost", "level=warn.*(peer|handoff|session|xfer|net|keeper|refused)")
 
 
@@ -145,6 +146,7 @@ class Load:
         assert self.right > 0
 
 
+@pytest.mark.sanitize
 def test_kills_under_load(cluster, plain):
     """The next turn of every chat finds all that the turns before it left on the node."""
     rng = random.Random(int(os.environ.get("BATON_TEST_SEED", "4")))
@@ -204,6 +206,7 @@ def test_keeper_and_node_die_together(cluster, plain):
     assert ask(c, prompt, LOCAL).usage.cached_tokens == 256
 
 
+@pytest.mark.sanitize
 def test_stop_and_upgrade_keep_the_cache(cluster, plain):
     """A node that ends in good order leaves its blocks too; another geometry gets none of them."""
     c = cluster(prefill=0, decode=1, role="both", keeper=True)
@@ -225,6 +228,25 @@ def test_stop_and_upgrade_keep_the_cache(cluster, plain):
     assert ask(c, prompt, LOCAL).usage.cached_tokens == 0
 
 
+def test_adopted_blocks_are_announced(cluster):
+    """Routers hear of them from the new incarnation as of any other block."""
+    c = cluster(prefill=0, decode=1, role="both", keeper=True, node_args=["--engine.block_tokens=64"])
+    c.allow(*DEATHS)
+    prompt = ids(5, 5 * 64 + 3)
+    ask(c, prompt, LOCAL, 1)
+    incarnation = c.status("decode-0").incarnation
+    kill(c, "decode-0")
+    c.restart("decode-0")
+    r = Follower(c.procs["decode-0"].address)
+    assert r.welcome.incarnation != incarnation
+    r.follow()
+    r.wait(lambda: len(r.blocks.get(0, ())) == 5)
+    assert r.blocks[0] == set(r.fingerprints(prompt))
+    r.wait(r.agrees)
+    r.out.put(None)
+
+
+@pytest.mark.sanitize
 @pytest.mark.parametrize("torn", ["one byte in every page", "one byte in one block"])
 def test_torn_pages_are_refused(cluster, plain, torn):
     """The dead node's memory is damaged before its successor comes."""

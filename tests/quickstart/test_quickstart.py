@@ -17,6 +17,13 @@ def test_quickstart_once():
     assert "first answer" in out.stderr
 
 
+def test_quickstart_with_a_keeper():
+    out = subprocess.run([ROOT / "deploy/quickstart.sh", "--once", "--keeper", "--max-tokens", "4"],
+                         capture_output=True, text=True, timeout=900)
+    assert out.returncode == 0, out.stdout + out.stderr
+    assert out.stdout.strip() and "starting the keeper" in out.stderr
+
+
 def test_quickstart_stays_up_until_interrupted():
     # A run in the background of a shell ignores SIGINT, and so would the script; a terminal's does not.
     p = subprocess.Popen([ROOT / "deploy/quickstart.sh", "--max-tokens", "4"],

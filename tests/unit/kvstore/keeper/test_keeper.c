@@ -451,6 +451,44 @@ static void test_size_is_sealed(void **state)
     end(keeper);
 }
 
+/* Huge pages where the system has set some aside, with the same content rules. */
+static void test_huge_pages(void **state)
+{
+    struct kv_keeper_request q = request("kv", 3u << 20);
+    unsigned long free_pages = 0;
+    struct kv_keeper_row row;
+    char line[128];
+    struct kv_packet p;
+    FILE *f = fopen("/proc/meminfo", "r");
+    pid_t keeper;
+    int fd;
+
+    while (f && fgets(line, sizeof(line), f)) {
+        if (sscanf(line, "HugePages_Free: %lu", &free_pages) == 1) {
+            break;
+        }
+    }
+    if (f) {
+        fclose(f);
+    }
+    keeper = start_keeper(&usual);
+    fd = dial();
+    hello(fd, "n0", 5);
+    p = get(fd, q);
+    assert_int_equal(p.n_fds, 1);
+    if (free_pages >= 2) { /* of 2 MiB */
+        assert_int_equal(p.grant.pages, KV_KEEPER_PAGES_HUGE);
+        assert_int_equal(p.grant.bytes, 4u << 20);
+    } else {
+        assert_int_equal(p.grant.pages, KV_KEEPER_PAGES_PLAIN); /* none: the usual ones will do */
+        assert_int_equal(p.grant.bytes, 3u << 20);
+    }
+    assert_true(row_of("kv", &row) && row.pages == p.grant.pages);
+    kv_packet_drop(&p);
+    close(fd);
+    end(keeper);
+}
+
 static void test_hostile(void **state)
 {
     pid_t keeper = start_keeper(&usual);
@@ -907,6 +945,7 @@ int main(void)
         cmocka_unit_test_teardown(test_a_connection_that_ends_frees_nothing, end_children),
         cmocka_unit_test_teardown(test_other_digest_or_size_is_new_memory, end_children),
         cmocka_unit_test_teardown(test_size_is_sealed, end_children),
+        cmocka_unit_test_teardown(test_huge_pages, end_children),
         cmocka_unit_test_teardown(test_hostile, end_children),
         cmocka_unit_test_teardown(test_a_heap_of_descriptors, end_children),
         cmocka_unit_test_teardown(test_rude_clients, end_children),
