@@ -276,6 +276,8 @@ void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call)
         m.tier_bad_blocks = t.host.bad + t.disk.bad;
         m.tier_pins = t.n_pins;
         m.tier_write_errors = t.disk.write_errors;
+        m.tier_host_load_rate = t.host.bytes_per_s;
+        m.tier_disk_load_rate = t.disk.bytes_per_s;
     }
     m.numerics = (char *)(uintptr_t)kn_engine_numerics(s->engine);
     m.transports = s->conf->net_transports;
