@@ -8,9 +8,10 @@
 
 namespace attn {
 
-__device__ __forceinline__ void barrier_init(uint64_t *b, int count)
+/* Barriers are named by their addresses in shared memory. */
+__device__ __forceinline__ void barrier_init(uint32_t b, int count)
 {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_u32(b)), "r"(count));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(count));
 }
 
 /* Makes initialized barriers known to the copy engine. */
@@ -19,27 +20,26 @@ __device__ __forceinline__ void barrier_init_done()
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(uint64_t *b)
+__device__ __forceinline__ void barrier_arrive(uint32_t b)
 {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_u32(b)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory");
 }
 
 /* Arrives, and lets the phase wait for so many bytes more. */
-__device__ __forceinline__ void barrier_expect(uint64_t *b, uint32_t bytes)
+__device__ __forceinline__ void barrier_expect(uint32_t b, uint32_t bytes)
 {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_u32(b)),
-                 "r"(bytes)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(bytes)
                  : "memory");
 }
 
-__device__ __forceinline__ void barrier_wait(uint64_t *b, uint32_t parity)
+__device__ __forceinline__ void barrier_wait(uint32_t b, uint32_t parity)
 {
     asm volatile("{\n"
                  ".reg .pred done;\n"
                  "again:\n"
                  "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
                  "@!done bra again;\n"
-                 "}" ::"r"(smem_u32(b)),
+                 "}" ::"r"(b),
                  "r"(parity)
                  : "memory");
 }
@@ -61,11 +61,11 @@ template <int N> struct ring {
 /* A box of the map of all pages: from column x, position y of the page, head z (K heads, then V
  * heads), page w. */
 __device__ __forceinline__ void
-copy_box(uint32_t dst, const CUtensorMap *map, uint64_t *full, int x, int y, int z, int w)
+copy_box(uint32_t dst, const CUtensorMap *map, uint32_t full, int x, int y, int z, int w)
 {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
-                 "l"(map), "r"(smem_u32(full)), "r"(x), "r"(y), "r"(z), "r"(w)
+                 "l"(map), "r"(full), "r"(x), "r"(y), "r"(z), "r"(w)
                  : "memory");
 }
 
@@ -114,6 +114,15 @@ __device__ __forceinline__ void products_commit()
 template <int N> __device__ __forceinline__ void products_wait()
 {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+
+/* What was computed of these before stays before, and what comes after stays after. */
+template <int N> __device__ __forceinline__ void hold(float (&x)[N])
+{
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        asm volatile("" : "+f"(x[i])::"memory");
+    }
 }
 
 #define ATTN_S4(a, b, c, d) "%" #a ",%" #b ",%" #c ",%" #d

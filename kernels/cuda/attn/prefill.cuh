@@ -18,6 +18,8 @@
 #include "kernels/cuda/attn/args.cuh"
 #include "kernels/cuda/attn/hopper.cuh"
 
+#include <stddef.h>
+
 namespace attn {
 
 constexpr int TILE = KN_ATTN_UNIT;
@@ -36,6 +38,61 @@ template <int D, bool INVARIANT> struct prefill_smem {
     int flag;
 };
 
+/* The same with addresses: `base` in a register, the rest constants. */
+template <int D, bool INVARIANT> struct places {
+    typedef prefill_smem<D, INVARIANT> M;
+    static constexpr uint32_t TILE_BYTES = TILE * D * 2;
+
+    uint32_t base;
+
+    __device__ __forceinline__ places()
+    {
+        extern __shared__ __align__(1024) char prefill_shared[];
+
+        /* Opaque, or the address would be made anew wherever it is used. */
+        asm volatile("mov.u32 %0, %1;" : "=r"(base) : "r"(smem_u32(prefill_shared)));
+    }
+    __device__ __forceinline__ M &memory() const
+    {
+        extern __shared__ __align__(1024) char prefill_shared[];
+
+        return *(M *)prefill_shared;
+    }
+    __device__ __forceinline__ uint32_t q() const { return base; }
+    __device__ __forceinline__ uint32_t k(int i) const
+    {
+        return base + (uint32_t)offsetof(M, k) + (uint32_t)i * TILE_BYTES;
+    }
+    __device__ __forceinline__ uint32_t v(int i) const
+    {
+        return base + (uint32_t)offsetof(M, v) + (uint32_t)i * TILE_BYTES;
+    }
+    __device__ __forceinline__ uint32_t k_full(int i) const
+    {
+        return base + (uint32_t)offsetof(M, k_full) + (uint32_t)i * 8;
+    }
+    __device__ __forceinline__ uint32_t k_free(int i) const
+    {
+        return base + (uint32_t)offsetof(M, k_free) + (uint32_t)i * 8;
+    }
+    __device__ __forceinline__ uint32_t v_full(int i) const
+    {
+        return base + (uint32_t)offsetof(M, v_full) + (uint32_t)i * 8;
+    }
+    __device__ __forceinline__ uint32_t v_free(int i) const
+    {
+        return base + (uint32_t)offsetof(M, v_free) + (uint32_t)i * 8;
+    }
+    __device__ __forceinline__ uint32_t q_full() const
+    {
+        return base + (uint32_t)offsetof(M, q_full);
+    }
+    __device__ __forceinline__ uint32_t q_free() const
+    {
+        return base + (uint32_t)offsetof(M, q_free);
+    }
+};
+
 /* An item while it is worked on. */
 struct walk {
     kn_attn_item it;
@@ -52,16 +109,22 @@ struct walk {
     }
 };
 
+/* The same in all lanes, and known to be. */
+__device__ __forceinline__ int uniform(int x)
+{
+    return __shfl_sync(0xffffffffu, x, 0);
+}
+
 /* The warp that copies K and V. */
 template <typename T, int D, bool INVARIANT> struct feeder {
     const launch &p;
     const CUtensorMap *map;
-    prefill_smem<D, INVARIANT> &sm;
+    const places<D, INVARIANT> at;
     const int lane, piece_rows, pieces;
     ring<STAGES> k, v;
 
-    __device__ feeder(const launch &p_, const CUtensorMap *map_, prefill_smem<D, INVARIANT> &sm_)
-        : p(p_), map(map_), sm(sm_), lane(threadIdx.x % 32),
+    __device__ feeder(const launch &p_, const CUtensorMap *map_, places<D, INVARIANT> at_)
+        : p(p_), map(map_), at(at_), lane(threadIdx.x % 32),
           piece_rows(min(TILE, 1 << p_.page_shift)), pieces(TILE / piece_rows), k{0, 0}, v{0, 0}
     {
     }
@@ -71,18 +134,13 @@ template <typename T, int D, bool INVARIANT> struct feeder {
     {
         int pos = w.unit * TILE + lane * piece_rows;
 
-        return lane < pieces && pos < w.ctx
-                   ? __ldg(p.pages + (size_t)w.it.seq * p.pages_stride + (pos >> p.page_shift))
-                   : 0;
+        return lane < pieces && pos < w.ctx ? __ldg(p.pages + (size_t)w.it.seq * p.pages_stride +
+                                                    (pos >> p.page_shift))
+                                            : 0;
     }
 
-    __device__ __forceinline__ void copy(const walk &w,
-                                         uint32_t page,
-                                         uint16_t *to,
-                                         uint64_t *full,
-                                         uint64_t *free,
-                                         uint32_t parity,
-                                         int head)
+    __device__ __forceinline__ void copy(const walk &w, uint32_t page, uint32_t to, uint32_t full,
+                                         uint32_t free, uint32_t parity, int head)
     {
         int pos = w.unit * TILE + lane * piece_rows;
         int there = min(pieces, (w.ctx - w.unit * TILE + piece_rows - 1) / piece_rows);
@@ -95,8 +153,8 @@ template <typename T, int D, bool INVARIANT> struct feeder {
         if (lane < there) {
 #pragma unroll
             for (int h = 0; h < D / 64; h++) {
-                copy_box(smem_u32(to) + (uint32_t)(h * TILE + lane * piece_rows) * 128, map, full,
-                         h * 64, pos & ((1 << p.page_shift) - 1), head, (int)page);
+                copy_box(to + (uint32_t)(h * TILE + lane * piece_rows) * 128, map, full, h * 64,
+                         pos & ((1 << p.page_shift) - 1), head, (int)page);
             }
         }
         __syncwarp();
@@ -104,14 +162,14 @@ template <typename T, int D, bool INVARIANT> struct feeder {
 
     __device__ __forceinline__ void copy_k(const walk &w, uint32_t page)
     {
-        copy(w, page, sm.k[k.stage], &sm.k_full[k.stage], &sm.k_free[k.stage], k.parity,
+        copy(w, page, at.k(k.stage), at.k_full(k.stage), at.k_free(k.stage), k.parity,
              w.it.kv_head);
         k.next();
     }
 
     __device__ __forceinline__ void copy_v(const walk &w, uint32_t page)
     {
-        copy(w, page, sm.v[v.stage], &sm.v_full[v.stage], &sm.v_free[v.stage], v.parity,
+        copy(w, page, at.v(v.stage), at.v_full(v.stage), at.v_free(v.stage), v.parity,
              p.n_kv_heads + w.it.kv_head);
         v.next();
     }
@@ -147,7 +205,7 @@ template <typename T, int D, bool INVARIANT> struct feeder {
 /* The three warps that copy q, rows permuted as the copy engine would. */
 template <typename T, int D, bool INVARIANT>
 __device__ __forceinline__ void
-feed_q(const launch &p, prefill_smem<D, INVARIANT> &sm, int off, int i, int end)
+feed_q(const launch &p, places<D, INVARIANT> at, int off, int i, int end)
 {
     const int thread = threadIdx.x - CONSUMERS - 32;
     uint32_t parity = 0;
@@ -160,53 +218,51 @@ feed_q(const launch &p, prefill_smem<D, INVARIANT> &sm, int off, int i, int end)
         const int row_first = __ldg(p.row_start + w.it.seq);
         const int n = min(ROWS, w.rows * p.group - w.it.row0);
 
-        barrier_wait(&sm.q_free, parity ^ 1);
+        barrier_wait(at.q_free(), parity ^ 1);
         parity ^= 1;
         for (int e = thread; e < ROWS * (D / 8); e += Q_THREADS) {
             int row = e / (D / 8), c = e % (D / 8), packed = w.it.row0 + min(row, n - 1);
             const T *from = (const T *)p.q + (size_t)(row_first + packed / p.group) * p.q_stride +
                             (size_t)(w.it.kv_head * p.group + packed % p.group) * D + c * 8;
 
-            cp_async16(smem_u32(sm.q) + (uint32_t)(c / 8 * ROWS + row) * 128 +
+            cp_async16(at.q() + (uint32_t)(c / 8 * ROWS + row) * 128 +
                            (uint32_t)((c % 8 ^ (row & 7)) << 4),
                        from, row < n);
         }
         cp_commit();
         cp_wait<0>();
         fence_async();
-        barrier_arrive(&sm.q_full);
+        barrier_arrive(at.q_full());
     }
 }
 
-/* A consumer warpgroup. */
+/* A consumer warpgroup. What a loop over units does not need is read again at an item's end:
+ * registers are what this kernel is short of. */
 template <typename T, int D, bool INVARIANT> struct consumer {
     static constexpr int OT = D / 8; /* n8 tiles of a row of sums */
     static constexpr int ST = TILE / 8;
 
     const launch &p;
-    prefill_smem<D, INVARIANT> &sm;
-    const int wg; /* the same in all lanes, and known to be */
-    const int thread, g, t;
+    const places<D, INVARIANT> at;
+    const int wg;
+    const int t;
+    const int row; /* first of this thread's two rows in the block, 8 apart */
     ring<STAGES> k, v;
     uint32_t q_parity;
-    const uint32_t q_addr;
     /* Of the item */
     int limit[2];    /* last position that a row sees */
     int least_limit; /* of all rows of the warpgroup */
-    int row[2];      /* packed rows of this thread, in the block */
-    int n_valid;
+    int unit, unit1;
+    int tail; /* positions of the last unit */
     float o[OT * 4], m[2], l[2];
 
-    __device__ consumer(const launch &p_, prefill_smem<D, INVARIANT> &sm_)
-        : p(p_), sm(sm_), wg(__shfl_sync(0xffffffffu, threadIdx.x / 128, 0)),
-          thread(threadIdx.x % 128), g(thread % 32 / 4), t(thread % 4), k{0, 0}, v{0, 0},
-          q_parity(0), q_addr(smem_u32(sm_.q) + wg * 64 * 128)
+    __device__ consumer(const launch &p_, places<D, INVARIANT> at_)
+        : p(p_), at(at_), wg(uniform(threadIdx.x / 128)), t(threadIdx.x % 4),
+          row(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4), k{0, 0}, v{0, 0}, q_parity(0)
     {
-        row[0] = wg * 64 + thread / 32 * 16 + g;
-        row[1] = row[0] + 8;
     }
 
-    __device__ __forceinline__ void release(uint64_t *b)
+    __device__ __forceinline__ void release(uint32_t b)
     {
         if (threadIdx.x % 32 == 0) {
             barrier_arrive(b);
@@ -214,18 +270,12 @@ template <typename T, int D, bool INVARIANT> struct consumer {
     }
 
     /* One warpgroup issues its products while the other does softmax. */
-    __device__ __forceinline__ void my_turn()
-    {
-        named_sync<CONSUMERS>(2 + wg);
-    }
-    __device__ __forceinline__ void your_turn()
-    {
-        named_arrive<CONSUMERS>(2 + (wg ^ 1));
-    }
+    __device__ __forceinline__ void my_turn() { named_sync<CONSUMERS>(2 + wg); }
+    __device__ __forceinline__ void your_turn() { named_arrive<CONSUMERS>(2 + (wg ^ 1)); }
 
     __device__ __forceinline__ void issue_scores(float (&s)[ST * 4])
     {
-        const operand a(q_addr, 16), b(smem_u32(sm.k[0]) + k.stage * (TILE * D * 2), 16);
+        const operand a(at.q() + wg * 64 * 128, 16), b(at.k(k.stage), 16);
 
         products_fence();
 #pragma unroll
@@ -238,7 +288,7 @@ template <typename T, int D, bool INVARIANT> struct consumer {
 
     __device__ __forceinline__ void issue_sums(const uint32_t (&w)[ST * 2], int onto)
     {
-        const operand b(smem_u32(sm.v[0]) + v.stage * (TILE * D * 2), TILE * 128);
+        const operand b(at.v(v.stage), TILE * 128);
 
         products_fence();
 #pragma unroll
@@ -248,17 +298,36 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         products_commit();
     }
 
-    /* Positions that a row does not see. */
-    __device__ __forceinline__ void mask(float (&s)[ST * 4], const walk &w)
+    __device__ __forceinline__ void wait_k() { barrier_wait(at.k_full(k.stage), k.parity); }
+    __device__ __forceinline__ void wait_v() { barrier_wait(at.v_full(v.stage), v.parity); }
+
+    /* Scores are there: K may be overwritten, q too after the item's last unit. */
+    __device__ __forceinline__ void done_k()
     {
-        if ((w.unit + 1) * TILE - 1 > least_limit) {
-            const int pos0 = w.unit * TILE + 2 * t;
+        release(at.k_free(k.stage));
+        k.next();
+        if (unit + 1 == unit1) {
+            release(at.q_free());
+        }
+    }
+
+    __device__ __forceinline__ void done_v()
+    {
+        release(at.v_free(v.stage));
+        v.next();
+    }
+
+    /* Positions that a row does not see. */
+    __device__ __forceinline__ void mask(float (&s)[ST * 4])
+    {
+        if ((unit + 1) * TILE - 1 > least_limit) {
+            const int at0 = limit[0] - unit * TILE - 2 * t, at1 = limit[1] - unit * TILE - 2 * t;
 
 #pragma unroll
             for (int j = 0; j < ST; j++) {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
-                    if (pos0 + j * 8 + (e & 1) > limit[e / 2]) {
+                    if (j * 8 + (e & 1) > (e < 2 ? at0 : at1)) {
                         s[j * 4 + e] = -INFINITY;
                     }
                 }
@@ -268,17 +337,15 @@ template <typename T, int D, bool INVARIANT> struct consumer {
 
     /* V of the unit where the sequence ends may hold anything behind the end; zero times that must
      * be zero. */
-    __device__ __forceinline__ void clear_tail(const walk &w)
+    __device__ __forceinline__ void clear_tail()
     {
-        int n = w.ctx - w.unit * TILE;
+        if (unit + 1 == unit1 && tail < TILE) {
+            char *to = (char *)at.memory().v[v.stage];
 
-        if (n < TILE) {
-            char *at = (char *)sm.v[v.stage];
-
-            for (int e = n * 8 + thread; e < TILE * 8; e += 128) {
+            for (int e = tail * 8 + (int)threadIdx.x % 128; e < TILE * 8; e += 128) {
 #pragma unroll
                 for (int h = 0; h < D / 64; h++) {
-                    *(uint4 *)(at + h * TILE * 128 + e * 16) = make_uint4(0, 0, 0, 0);
+                    *(uint4 *)(to + h * TILE * 128 + e * 16) = make_uint4(0, 0, 0, 0);
                 }
             }
             fence_async();
@@ -286,122 +353,96 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         }
     }
 
+    /* Four chains, for the latency of a step is several instructions. */
     __device__ __forceinline__ void row_max(const float (&s)[ST * 4], float (&x)[2])
     {
+        float a[4];
+
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            a[e] = fmaxf(s[e], s[4 + e]);
+        }
+#pragma unroll
+        for (int j = 2; j < ST; j++) {
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                a[e] = fmaxf(a[e], s[j * 4 + e]);
+            }
+        }
+        x[0] = fmaxf(a[0], a[1]);
+        x[1] = fmaxf(a[2], a[3]);
+#pragma unroll
+        for (int lane = 1; lane <= 2; lane *= 2) {
+            float y0 = __shfl_xor_sync(0xffffffffu, x[0], lane);
+            float y1 = __shfl_xor_sync(0xffffffffu, x[1], lane);
+
+            x[0] = fmaxf(x[0], y0);
+            x[1] = fmaxf(x[1], y1);
+        }
+    }
+
+    /* Weights from scores: rounded to w, this lane's sums of a row to sum. */
+    __device__ __forceinline__ void weights(const float (&s)[ST * 4], const float (&x)[2],
+                                            uint32_t (&w)[ST * 2], float (&sum)[2])
+    {
+        float offset[2] = {offset_of(x[0], p.c), offset_of(x[1], p.c)}, quarter[2][4];
+
+#pragma unroll
+        for (int j = 0; j < ST; j++) {
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                float &q = quarter[h][j / (ST / 4)];
+                float a = weight_of(s[j * 4 + h * 2], p.c, offset[h]);
+                float b = weight_of(s[j * 4 + h * 2 + 1], p.c, offset[h]);
+
+                q = j % (ST / 4) == 0 ? a : __fadd_rn(q, a);
+                q = __fadd_rn(q, b);
+                w[j * 2 + h] = num<T>::pack(a, b);
+            }
+        }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            float a = fmaxf(s[h * 2], s[h * 2 + 1]);
-
-#pragma unroll
-            for (int j = 1; j < ST; j++) {
-                a = fmaxf(a, fmaxf(s[j * 4 + h * 2], s[j * 4 + h * 2 + 1]));
-            }
-            x[h] = quad_max(a);
+            sum[h] = __fadd_rn(__fadd_rn(quarter[h][0], quarter[h][1]),
+                               __fadd_rn(quarter[h][2], quarter[h][3]));
         }
     }
 
-    /* Scores become weights; returns this lane's sums of a row. */
-    __device__ __forceinline__ void
-    to_weights(float (&s)[ST * 4], const float (&x)[2], float (&sum)[2])
+    __device__ __forceinline__ kn_attn_item start_item(int off, int i)
     {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            float offset = offset_of(x[h], p.c), quarter[4];
+        walk w;
 
-#pragma unroll
-            for (int n = 0; n < 4; n++) {
-                quarter[n] = 0;
-#pragma unroll
-                for (int j = n * (ST / 4); j < (n + 1) * (ST / 4); j++) {
-                    float &a = s[j * 4 + h * 2], &b = s[j * 4 + h * 2 + 1];
-
-                    a = weight_of(a, p.c, offset);
-                    b = weight_of(b, p.c, offset);
-                    quarter[n] = __fadd_rn(__fadd_rn(quarter[n], a), b);
-                }
-            }
-            sum[h] =
-                __fadd_rn(__fadd_rn(quarter[0], quarter[1]), __fadd_rn(quarter[2], quarter[3]));
-        }
-    }
-
-    __device__ __forceinline__ void round(const float (&s)[ST * 4], uint32_t (&w)[ST * 2])
-    {
-#pragma unroll
-        for (int i = 0; i < ST * 2; i++) {
-            w[i] = num<T>::pack(s[i * 2], s[i * 2 + 1]);
-        }
-    }
-
-    __device__ __forceinline__ void start_item(const walk &w)
-    {
+        w.load(p, off, i);
         const int total = w.rows * p.group;
-
-        n_valid = min(ROWS, total - w.it.row0);
-        least_limit = w.ctx - w.rows + (w.it.row0 + wg * 64) / p.group;
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            limit[h] = w.ctx - w.rows + min(w.it.row0 + row[h], total - 1) / p.group;
+            limit[h] = w.ctx - w.rows + min(w.it.row0 + row + h * 8, total - 1) / p.group;
             m[h] = -INFINITY;
             l[h] = 0;
         }
-        barrier_wait(&sm.q_full, q_parity);
+        least_limit = uniform(w.ctx - w.rows + (w.it.row0 + wg * 64) / p.group);
+        unit = uniform(w.it.unit0);
+        unit1 = uniform(w.it.unit1);
+        tail = uniform(w.ctx - (unit1 - 1) * TILE);
+        barrier_wait(at.q_full(), q_parity);
         q_parity ^= 1;
+        return w.it;
     }
 
-    /* All units of an item, sums straight onto each other. l stays a lane's own until the end. */
-    __device__ __forceinline__ void run_fast(walk &w)
+    /* Weights may grow to 2^8 before sums are rescaled to a new maximum: rarely after the first
+     * units. */
+    __device__ __forceinline__ void grow(const float (&x)[2], float (&f)[2])
     {
-        float s[ST * 4], x[2], sum[2];
-        uint32_t wt[ST * 2];
+        bool more = false;
 
-        barrier_wait(&sm.k_full[k.stage], k.parity);
-        my_turn();
-        issue_scores(s);
-        your_turn();
-        products_wait<0>();
-        release(&sm.k_free[k.stage]);
-        k.next();
-        if (w.unit + 1 == w.it.unit1) {
-            release(&sm.q_free);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            bool now = (x[h] - m[h]) * p.c > 8.0f;
+
+            f[h] = now ? factor_of(m[h], x[h], p.c) : 1.0f;
+            m[h] = now ? x[h] : m[h];
+            more = more || now;
         }
-        mask(s, w);
-        row_max(s, m);
-        to_weights(s, m, l);
-        round(s, wt);
-        int onto = 0;
-#pragma unroll 1
-        while (++w.unit < w.it.unit1) {
-            barrier_wait(&sm.k_full[k.stage], k.parity);
-            my_turn();
-            issue_scores(s);
-            barrier_wait(&sm.v_full[v.stage], v.parity);
-            issue_sums(wt, onto);
-            your_turn();
-            onto = 1;
-            products_wait<1>();
-            release(&sm.k_free[k.stage]);
-            k.next();
-            if (w.unit + 1 == w.it.unit1) {
-                release(&sm.q_free);
-            }
-            mask(s, w);
-            row_max(s, x);
-            float f[2];
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                x[h] = fmaxf(x[h], m[h]);
-                f[h] = weight_of(m[h], p.c, offset_of(x[h], p.c));
-                m[h] = x[h];
-            }
-            to_weights(s, m, sum);
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                l[h] = l[h] * f[h] + sum[h];
-            }
-            products_wait<0>();
-            release(&sm.v_free[v.stage]);
-            v.next();
+        if (__any_sync(0xffffffffu, more)) {
 #pragma unroll
             for (int j = 0; j < OT; j++) {
                 o[j * 4] *= f[0];
@@ -409,54 +450,97 @@ template <typename T, int D, bool INVARIANT> struct consumer {
                 o[j * 4 + 2] *= f[1];
                 o[j * 4 + 3] *= f[1];
             }
-            round(s, wt);
-        }
-        w.unit--;
-        barrier_wait(&sm.v_full[v.stage], v.parity);
-        clear_tail(w);
-        issue_sums(wt, onto);
-        products_wait<0>();
-        release(&sm.v_free[v.stage]);
-        v.next();
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            l[h] = quad_sum(l[h]);
         }
     }
 
-    __device__ __forceinline__ void write_record(int slot, int unit)
+    /* All units of an item, sums straight onto each other. Scores of a unit and sums of the one
+     * before are under way together; by the time the largest score is known the sums are done, and
+     * rescaling and rounding go under the exponentials. l stays a lane's own until the end. */
+    __device__ __forceinline__ void run_fast()
+    {
+        float s[ST * 4], x[2], f[2], sum[2];
+        uint32_t w[ST * 2];
+        int onto = 0;
+
+        wait_k();
+        my_turn();
+        issue_scores(s);
+        your_turn();
+        products_wait<0>();
+        hold(s);
+        done_k();
+        mask(s);
+        row_max(s, m);
+        weights(s, m, w, l);
+#pragma unroll 1
+        while (++unit < unit1) {
+            wait_k();
+            my_turn();
+            issue_scores(s);
+            wait_v();
+            issue_sums(w, onto);
+            your_turn();
+            products_wait<1>();
+            hold(s);
+            done_k();
+            mask(s);
+            row_max(s, x);
+            hold(x);
+            products_wait<0>();
+            hold(o);
+            done_v();
+            onto = 1;
+            grow(x, f);
+            weights(s, m, w, sum);
+            l[0] = l[0] * f[0] + sum[0];
+            l[1] = l[1] * f[1] + sum[1];
+        }
+        unit--;
+        wait_v();
+        clear_tail();
+        issue_sums(w, onto);
+        products_wait<0>();
+        hold(o);
+        done_v();
+        l[0] = quad_sum(l[0]);
+        l[1] = quad_sum(l[1]);
+    }
+
+    __device__ __forceinline__ void write_record(int slot, int unit_first, int n_valid)
     {
         record<D> r(p, slot);
 
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            if (row[h] < n_valid) {
+            int y = row + h * 8;
+
+            if (y < n_valid) {
 #pragma unroll
                 for (int j = 0; j < OT; j++) {
-                    *(float2 *)(r.sums(row[h]) + j * 8 + 2 * t) =
+                    *(float2 *)(r.sums(y) + j * 8 + 2 * t) =
                         make_float2(o[j * 4 + h * 2], o[j * 4 + h * 2 + 1]);
                 }
                 if (t == 0) {
-                    *r.max_of(row[h]) = m[h];
-                    *r.weight_of(row[h]) = l[h];
+                    *r.max_of(y) = m[h];
+                    *r.weight_of(y) = l[h];
                 }
             }
         }
         if (threadIdx.x == 0) {
-            *r.unit() = unit;
+            *r.unit() = unit_first;
         }
     }
 
-    __device__ __forceinline__ void write_rows(const walk &w)
+    __device__ __forceinline__ void write_rows(const walk &w, int n_valid)
     {
         const int row_first = __ldg(p.row_start + w.it.seq);
 
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-            int packed = w.it.row0 + row[h];
+            int y = row + h * 8, packed = w.it.row0 + y;
             float inv = final_scale(l[h]);
 
-            if (row[h] < n_valid) {
+            if (y < n_valid) {
                 T *out = (T *)p.out + (size_t)(row_first + packed / p.group) * p.out_stride +
                          (size_t)(w.it.kv_head * p.group + packed % p.group) * D + 2 * t;
 
@@ -469,63 +553,60 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         }
     }
 
-    __device__ __forceinline__ void end_item(const walk &w)
+    __device__ __forceinline__ void end_item(int off, int i)
     {
+        walk w;
+
+        w.load(p, off, i);
+        const int n_valid = min(ROWS, w.rows * p.group - w.it.row0);
         if (w.it.slot < 0) {
-            write_rows(w);
+            write_rows(w, n_valid);
             return;
         }
         if (!INVARIANT) {
-            write_record(w.it.slot, w.it.unit0);
+            write_record(w.it.slot, w.it.unit0, n_valid);
         }
         kn_attn_task task = plan_task(p.plan, w.it.task);
 
-        if (is_last<CONSUMERS>(p, w.it, task, &sm.flag)) {
+        if (is_last<CONSUMERS>(p, w.it, task, &at.memory().flag)) {
             combine<T, D, CONSUMERS>(p, w.it, task, n_valid);
         }
     }
 
     /* The arithmetic of mma.cuh. Sums of the group so far in `a`, of groups before it in shared
      * memory, a float4 of a thread at a time. */
-    __device__ __forceinline__ void run_invariant(walk &w)
+    __device__ __forceinline__ void run_invariant(int slot, int n_valid)
     {
-        float s[ST * 4], a[OT * 4], a_m[2], a_l[2];
-        float4 *stash = (float4 *)sm.sums + threadIdx.x;
-        int slot = w.it.slot;
+        float s[ST * 4], a[OT * 4], a_m[2] = {-INFINITY, -INFINITY}, a_l[2] = {0, 0};
+        float4 *stash = (float4 *)at.memory().sums + threadIdx.x;
         bool stashed = false;
 
 #pragma unroll
         for (int i = 0; i < OT * 4; i++) {
             a[i] = 0;
         }
-        a_m[0] = a_m[1] = -INFINITY;
-        a_l[0] = a_l[1] = 0;
 #pragma unroll 1
-        for (; w.unit < w.it.unit1; w.unit++) {
-            const bool end = w.unit + 1 == w.it.unit1;
+        for (; unit < unit1; unit++) {
+            const bool end = unit + 1 == unit1;
             float x[2], sum[2];
-            uint32_t wt[ST * 2];
+            uint32_t w[ST * 2];
 
-            barrier_wait(&sm.k_full[k.stage], k.parity);
+            wait_k();
             my_turn();
             issue_scores(s);
             your_turn();
             products_wait<0>();
-            release(&sm.k_free[k.stage]);
-            k.next();
-            if (end) {
-                release(&sm.q_free);
-            }
-            mask(s, w);
+            hold(s);
+            done_k();
+            mask(s);
             row_max(s, x);
-            to_weights(s, x, sum);
-            round(s, wt);
-            barrier_wait(&sm.v_full[v.stage], v.parity);
-            clear_tail(w);
-            issue_sums(wt, 0);
+            weights(s, x, w, sum);
+            wait_v();
+            clear_tail();
+            issue_sums(w, 0);
             products_wait<0>();
-            release(&sm.v_free[v.stage]);
-            v.next();
+            hold(o);
+            done_v();
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 factors f = merge(a_m[h], x[h], p.c);
@@ -537,7 +618,7 @@ template <typename T, int D, bool INVARIANT> struct consumer {
                     a[j * 4 + h * 2 + 1] = joined(f, a[j * 4 + h * 2 + 1], o[j * 4 + h * 2 + 1]);
                 }
             }
-            if (!end && (w.unit + 1) % KN_ATTN_GROUP != 0) {
+            if (!end && (unit + 1) % KN_ATTN_GROUP != 0) {
                 continue;
             }
             /* The end of a group. */
@@ -550,7 +631,7 @@ template <typename T, int D, bool INVARIANT> struct consumer {
                 m[1] = a_m[1];
                 l[0] = a_l[0];
                 l[1] = a_l[1];
-                write_record(slot++, w.unit / KN_ATTN_GROUP * KN_ATTN_GROUP);
+                write_record(slot++, unit / KN_ATTN_GROUP * KN_ATTN_GROUP, n_valid);
             } else {
                 factors f[2];
 
@@ -590,16 +671,16 @@ template <typename T, int D, bool INVARIANT> struct consumer {
             your_turn(); /* warpgroup 0 begins */
         }
         for (; i < end; i++) {
-            walk w;
+            kn_attn_item it = start_item(off, i);
 
-            w.load(p, off, i);
-            start_item(w);
             if (INVARIANT) {
-                run_invariant(w);
+                int rows = __ldg(p.row_start + it.seq + 1) - __ldg(p.row_start + it.seq);
+
+                run_invariant(it.slot, min(ROWS, rows * p.group - it.row0));
             } else {
-                run_fast(w);
+                run_fast();
             }
-            end_item(w);
+            end_item(off, i);
         }
         if (wg == 0) {
             my_turn(); /* takes the last turn that was given */
@@ -611,11 +692,10 @@ template <typename T, int D, bool INVARIANT>
 __global__ void __launch_bounds__(PREFILL_THREADS, 1)
     prefill_kernel(const __grid_constant__ launch p, const __grid_constant__ CUtensorMap map)
 {
-    extern __shared__ __align__(1024) char shared[];
-    auto &sm = *(prefill_smem<D, INVARIANT> *)shared;
+    const places<D, INVARIANT> at;
     const int32_t *first = plan_first(p.plan);
     const int off = __ldg(&p.plan->off_items);
-    const int i = __ldg(first + blockIdx.x), end = __ldg(first + blockIdx.x + 1);
+    const int i = uniform(__ldg(first + blockIdx.x)), end = uniform(__ldg(first + blockIdx.x + 1));
 
     grid_launch_dependents();
     if (i == end) {
@@ -624,25 +704,25 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
     }
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(&sm.k_full[s], 1);
-            barrier_init(&sm.v_full[s], 1);
-            barrier_init(&sm.k_free[s], CONSUMERS / 32);
-            barrier_init(&sm.v_free[s], CONSUMERS / 32);
+            barrier_init(at.k_full(s), 1);
+            barrier_init(at.v_full(s), 1);
+            barrier_init(at.k_free(s), CONSUMERS / 32);
+            barrier_init(at.v_free(s), CONSUMERS / 32);
         }
-        barrier_init(&sm.q_full, Q_THREADS);
-        barrier_init(&sm.q_free, CONSUMERS / 32);
+        barrier_init(at.q_full(), Q_THREADS);
+        barrier_init(at.q_free(), CONSUMERS / 32);
         barrier_init_done();
     }
     __syncthreads();
     if (threadIdx.x < CONSUMERS) {
         more_registers<232>();
-        consumer<T, D, INVARIANT>(p, sm).run(off, i, end);
+        consumer<T, D, INVARIANT>(p, at).run(off, i, end);
     } else {
         fewer_registers<40>();
         if (threadIdx.x < CONSUMERS + 32) {
-            feeder<T, D, INVARIANT>(p, &map, sm).run(off, i, end);
+            feeder<T, D, INVARIANT>(p, &map, at).run(off, i, end);
         } else {
-            feed_q<T, D, INVARIANT>(p, sm, off, i, end);
+            feed_q<T, D, INVARIANT>(p, at, off, i, end);
         }
     }
 }
