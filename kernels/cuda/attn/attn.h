@@ -18,8 +18,9 @@
  * kernel writes, and griddepcontrol.launch_dependents as soon as all its blocks are resident, so
  * that the next kernel may fetch its weights meanwhile. Plan, lengths, row starts and page tables
  * are read before that wait: they are written by copies before the first launch of such a chain,
- * never by a kernel inside it. The next kernel wants up to half of a multiprocessor's shared memory
- * for that; leave it where it costs nothing (small batches).
+ * never by a kernel inside it. So are K and V of positions before those of the call, in units of
+ * 128 positions: earlier chains wrote them. The next kernel wants up to half of a multiprocessor's
+ * shared memory for that; leave it where it costs nothing (small batches).
  *
  * Splits over the context of a row lie at absolute positions. With `invariant` set their size, and
  * with it the order of every sum, depends on the position alone, never on the other rows of a call.

@@ -111,6 +111,13 @@ __device__ __forceinline__ void products_commit()
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
+/* As products_wait<0>, in a place of its own: equal ones in two branches would become one before
+ * them. */
+__device__ __forceinline__ void products_wait_here()
+{
+    asm volatile("// here\n\twgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
 template <int N> __device__ __forceinline__ void products_wait()
 {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
@@ -141,44 +148,60 @@ template <int N> __device__ __forceinline__ void hold(float (&x)[N])
                                                         55) "," ATTN_S4(56, 57, 58,                \
                                                                         59) "," ATTN_S4(60, 61,    \
                                                                                         62, 63)
-#define ATTN_D4(i)  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define ATTN_D16(i) ATTN_D4(i), ATTN_D4(i + 4), ATTN_D4(i + 8), ATTN_D4(i + 12)
-#define ATTN_D32    ATTN_D16(0), ATTN_D16(16)
-#define ATTN_D64    ATTN_D32, ATTN_D16(32), ATTN_D16(48)
+#define ATTN_D4(c, i)  c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
+#define ATTN_D16(c, i) ATTN_D4(c, i), ATTN_D4(c, i + 4), ATTN_D4(c, i + 8), ATTN_D4(c, i + 12)
+#define ATTN_D32(c)    ATTN_D16(c, 0), ATTN_D16(c, 16)
+#define ATTN_D64(c)    ATTN_D32(c), ATTN_D16(c, 32), ATTN_D16(c, 48)
 
-/* d[64, N] (+)= A[64, 16] B[16, N] by a warpgroup, asynchronously. Thread t holds of rows
+/* d[64, N] = or += A[64, 16] B[16, N] by a warpgroup, asynchronously. Thread t holds of rows
  * 16 (t / 32 % 4) + t % 32 / 4 and 8 below it columns 8 j + 2 (t % 4) and the next:
- * d[4 j], d[4 j + 1] and d[4 j + 2], d[4 j + 3]. `onto` false: from zero. */
+ * d[4 j], d[4 j + 1] and d[4 j + 2], d[4 j + 3]. */
 template <typename T, int N> struct products;
 
-#define ATTN_PRODUCTS(T, NAME, N, REGS, P0, P1, P2, P3, P4, P5)                                    \
+/* ss: A and B in shared memory, B as N rows of 16 (not transposed); rs: A in registers, B as 16
+ * rows of N. */
+#define ATTN_PRED(x) "{\n.reg .pred p;\nsetp.ne.b32 p, " #x ", 0;\n"
+#define ATTN_PRODUCTS(T, NAME, N, REGS, P0, P1, P2, P3, P4)                                        \
     template <> struct products<T, N> {                                                            \
-        /* Both in shared memory, B as N rows of 16 (not transposed). */                           \
-        static __device__ __forceinline__ void                                                     \
-        ss(float (&d)[REGS], uint64_t a, uint64_t b, int onto)                                     \
+        static __device__ __forceinline__ void ss_set(float (&d)[REGS], uint64_t a, uint64_t b)    \
         {                                                                                          \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P2 ", 0;\n"                         \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME           \
-                         " {" ATTN_S##REGS "}, %" #P0 ", %" #P1 ", p, 1, 1, 0, 0;\n}"              \
-                         : ATTN_D##REGS                                                            \
-                         : "l"(a), "l"(b), "r"(onto));                                             \
+            asm volatile(ATTN_PRED(0) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME       \
+                                      "." NAME " {" ATTN_S##REGS "}, %" #P0 ", %" #P1              \
+                                                                 ", p, 1, 1, 0, 0;\n}"             \
+                         : ATTN_D##REGS("=f")                                                      \
+                         : "l"(a), "l"(b));                                                        \
         }                                                                                          \
-        /* A in registers, B as 16 rows of N. */                                                   \
-        static __device__ __forceinline__ void                                                     \
-        rs(float (&d)[REGS], const uint32_t *a, uint64_t b, int onto)                              \
+        static __device__ __forceinline__ void ss_add(float (&d)[REGS], uint64_t a, uint64_t b)    \
         {                                                                                          \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P5 ", 0;\n"                         \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME           \
-                         " {" ATTN_S##REGS "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4    \
-                                           ", p, 1, 1, 1;\n}"                                      \
-                         : ATTN_D##REGS                                                            \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(onto));         \
+            asm volatile(ATTN_PRED(1) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME       \
+                                      "." NAME " {" ATTN_S##REGS "}, %" #P0 ", %" #P1              \
+                                                                 ", p, 1, 1, 0, 0;\n}"             \
+                         : ATTN_D##REGS("+f")                                                      \
+                         : "l"(a), "l"(b));                                                        \
+        }                                                                                          \
+        static __device__ __forceinline__ void                                                     \
+        rs_set(float (&d)[REGS], const uint32_t *a, uint64_t b)                                    \
+        {                                                                                          \
+            asm volatile(ATTN_PRED(0) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME       \
+                                      "." NAME " {" ATTN_S##REGS                                   \
+                         "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", p, 1, 1, 1;\n}"   \
+                         : ATTN_D##REGS("=f")                                                      \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                    \
+        }                                                                                          \
+        static __device__ __forceinline__ void                                                     \
+        rs_add(float (&d)[REGS], const uint32_t *a, uint64_t b)                                    \
+        {                                                                                          \
+            asm volatile(ATTN_PRED(1) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME       \
+                                      "." NAME " {" ATTN_S##REGS                                   \
+                         "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", p, 1, 1, 1;\n}"   \
+                         : ATTN_D##REGS("+f")                                                      \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                    \
         }                                                                                          \
     };
-ATTN_PRODUCTS(__nv_bfloat16, "bf16", 64, 32, 32, 33, 34, 35, 36, 37)
-ATTN_PRODUCTS(__nv_bfloat16, "bf16", 128, 64, 64, 65, 66, 67, 68, 69)
-ATTN_PRODUCTS(__half, "f16", 64, 32, 32, 33, 34, 35, 36, 37)
-ATTN_PRODUCTS(__half, "f16", 128, 64, 64, 65, 66, 67, 68, 69)
+ATTN_PRODUCTS(__nv_bfloat16, "bf16", 64, 32, 32, 33, 34, 35, 36)
+ATTN_PRODUCTS(__nv_bfloat16, "bf16", 128, 64, 64, 65, 66, 67, 68)
+ATTN_PRODUCTS(__half, "f16", 64, 32, 32, 33, 34, 35, 36)
+ATTN_PRODUCTS(__half, "f16", 128, 64, 64, 65, 66, 67, 68)
 
 } // namespace attn
 

@@ -143,7 +143,9 @@ struct factors {
 /* 1 for m = n, exactly: joining onto an empty sum changes nothing. */
 __device__ __forceinline__ float factor_of(float m, float n, float c)
 {
-    return m == -INFINITY ? 0.0f : exp2_fast(__fmul_rn(__fsub_rn(m, n), c));
+    float d = m == -INFINITY ? -INFINITY : __fsub_rn(m, n);
+
+    return exp2_fast(__fmul_rn(d, c));
 }
 
 __device__ __forceinline__ factors merge(float &m, float m2, float c)

@@ -117,13 +117,28 @@ static size_t finish(struct writer *w)
 struct cutter {
     struct writer w;
     int64_t done, total; /* units */
+    int grain;           /* blocks end at multiples of so many units */
     int block;
 };
 
 /* First unit, counted over all tasks, that no longer belongs to block b. */
 static int64_t block_end(const struct cutter *c, int b)
 {
-    return c->total * (b + 1) / c->w.plan->n_blocks;
+    int64_t end = c->total * (b + 1) / c->w.plan->n_blocks;
+
+    return b + 1 == c->w.plan->n_blocks ? end : end / c->grain * c->grain;
+}
+
+/* Whole groups make the fewest records, but each multiprocessor must get its share: where that is
+ * few groups, smaller grains even it out; where it is many, single units do no harm. */
+static int grain_of(int64_t total, int n_sms)
+{
+    for (int g = KN_ATTN_GROUP; g > 1; g /= 2) {
+        if (total * 20 >= (int64_t)n_sms * g * 19) {
+            return total >= (int64_t)n_sms * g * 8 ? 1 : g;
+        }
+    }
+    return 1;
 }
 
 static void next_block(struct cutter *c)
@@ -188,6 +203,7 @@ size_t kn_cuda_attn_plan_decode(const struct kn_cuda_attn_shape *s,
     for (int q = 0; q < n_seqs; q++) {
         c.total += (int64_t)ceil_div(ctx_len[q], KN_ATTN_UNIT) * s->n_kv_heads * row_blocks;
     }
+    c.grain = grain_of(c.total, s->n_sms);
     c.w.first[0] = 0;
     for (int q = 0; q < n_seqs; q++) {
         for (int i = 0; ctx_len[q] > 0 && i < s->n_kv_heads * row_blocks; i++) {

@@ -58,7 +58,10 @@ template <int D, bool INVARIANT> struct places {
 
         return *(M *)prefill_shared;
     }
-    __device__ __forceinline__ uint32_t q() const { return base; }
+    __device__ __forceinline__ uint32_t q() const
+    {
+        return base;
+    }
     __device__ __forceinline__ uint32_t k(int i) const
     {
         return base + (uint32_t)offsetof(M, k) + (uint32_t)i * TILE_BYTES;
@@ -134,13 +137,18 @@ template <typename T, int D, bool INVARIANT> struct feeder {
     {
         int pos = w.unit * TILE + lane * piece_rows;
 
-        return lane < pieces && pos < w.ctx ? __ldg(p.pages + (size_t)w.it.seq * p.pages_stride +
-                                                    (pos >> p.page_shift))
-                                            : 0;
+        return lane < pieces && pos < w.ctx
+                   ? __ldg(p.pages + (size_t)w.it.seq * p.pages_stride + (pos >> p.page_shift))
+                   : 0;
     }
 
-    __device__ __forceinline__ void copy(const walk &w, uint32_t page, uint32_t to, uint32_t full,
-                                         uint32_t free, uint32_t parity, int head)
+    __device__ __forceinline__ void copy(const walk &w,
+                                         uint32_t page,
+                                         uint32_t to,
+                                         uint32_t full,
+                                         uint32_t free,
+                                         uint32_t parity,
+                                         int head)
     {
         int pos = w.unit * TILE + lane * piece_rows;
         int there = min(pieces, (w.ctx - w.unit * TILE + piece_rows - 1) / piece_rows);
@@ -270,36 +278,53 @@ template <typename T, int D, bool INVARIANT> struct consumer {
     }
 
     /* One warpgroup issues its products while the other does softmax. */
-    __device__ __forceinline__ void my_turn() { named_sync<CONSUMERS>(2 + wg); }
-    __device__ __forceinline__ void your_turn() { named_arrive<CONSUMERS>(2 + (wg ^ 1)); }
+    __device__ __forceinline__ void my_turn()
+    {
+        named_sync<CONSUMERS>(2 + wg);
+    }
+    __device__ __forceinline__ void your_turn()
+    {
+        named_arrive<CONSUMERS>(2 + (wg ^ 1));
+    }
 
     __device__ __forceinline__ void issue_scores(float (&s)[ST * 4])
     {
         const operand a(at.q() + wg * 64 * 128, 16), b(at.k(k.stage), 16);
 
-        products_fence();
+        products<T, TILE>::ss_set(s, a.plus(0), b.plus(0));
 #pragma unroll
-        for (int ks = 0; ks < D / 16; ks++) {
-            products<T, TILE>::ss(s, a.plus(ks / 4 * ROWS * 128 + ks % 4 * 32),
-                                  b.plus(ks / 4 * TILE * 128 + ks % 4 * 32), ks > 0);
+        for (int ks = 1; ks < D / 16; ks++) {
+            products<T, TILE>::ss_add(s, a.plus(ks / 4 * ROWS * 128 + ks % 4 * 32),
+                                      b.plus(ks / 4 * TILE * 128 + ks % 4 * 32));
         }
         products_commit();
     }
 
-    __device__ __forceinline__ void issue_sums(const uint32_t (&w)[ST * 2], int onto)
+    /* Onto o, or (`set`) from zero. */
+    __device__ __forceinline__ void issue_sums(const uint32_t (&w)[ST * 2], bool set)
     {
         const operand b(at.v(v.stage), TILE * 128);
 
-        products_fence();
+        if (set) {
+            products<T, D>::rs_set(o, &w[0], b.plus(0));
+        } else {
+            products<T, D>::rs_add(o, &w[0], b.plus(0));
+        }
 #pragma unroll
-        for (int kt = 0; kt < TILE / 16; kt++) {
-            products<T, D>::rs(o, &w[kt * 4], b.plus(kt * 16 * 128), kt > 0 || onto);
+        for (int kt = 1; kt < TILE / 16; kt++) {
+            products<T, D>::rs_add(o, &w[kt * 4], b.plus(kt * 16 * 128));
         }
         products_commit();
     }
 
-    __device__ __forceinline__ void wait_k() { barrier_wait(at.k_full(k.stage), k.parity); }
-    __device__ __forceinline__ void wait_v() { barrier_wait(at.v_full(v.stage), v.parity); }
+    __device__ __forceinline__ void wait_k()
+    {
+        barrier_wait(at.k_full(k.stage), k.parity);
+    }
+    __device__ __forceinline__ void wait_v()
+    {
+        barrier_wait(at.v_full(v.stage), v.parity);
+    }
 
     /* Scores are there: K may be overwritten, q too after the item's last unit. */
     __device__ __forceinline__ void done_k()
@@ -381,9 +406,9 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         }
     }
 
-    /* Weights from scores: rounded to w, this lane's sums of a row to sum. */
-    __device__ __forceinline__ void weights(const float (&s)[ST * 4], const float (&x)[2],
-                                            uint32_t (&w)[ST * 2], float (&sum)[2])
+    /* Scores become weights; this lane's sums of a row to sum. */
+    __device__ __forceinline__ void
+    weights(float (&s)[ST * 4], const float (&x)[2], float (&sum)[2])
     {
         float offset[2] = {offset_of(x[0], p.c), offset_of(x[1], p.c)}, quarter[2][4];
 
@@ -392,18 +417,26 @@ template <typename T, int D, bool INVARIANT> struct consumer {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 float &q = quarter[h][j / (ST / 4)];
-                float a = weight_of(s[j * 4 + h * 2], p.c, offset[h]);
-                float b = weight_of(s[j * 4 + h * 2 + 1], p.c, offset[h]);
+                float &a = s[j * 4 + h * 2], &b = s[j * 4 + h * 2 + 1];
 
+                a = weight_of(a, p.c, offset[h]);
+                b = weight_of(b, p.c, offset[h]);
                 q = j % (ST / 4) == 0 ? a : __fadd_rn(q, a);
                 q = __fadd_rn(q, b);
-                w[j * 2 + h] = num<T>::pack(a, b);
             }
         }
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             sum[h] = __fadd_rn(__fadd_rn(quarter[h][0], quarter[h][1]),
                                __fadd_rn(quarter[h][2], quarter[h][3]));
+        }
+    }
+
+    __device__ __forceinline__ void round(const float (&s)[ST * 4], uint32_t (&w)[ST * 2])
+    {
+#pragma unroll
+        for (int i = 0; i < ST * 2; i++) {
+            w[i] = num<T>::pack(s[i * 2], s[i * 2 + 1]);
         }
     }
 
@@ -429,10 +462,10 @@ template <typename T, int D, bool INVARIANT> struct consumer {
     }
 
     /* Weights may grow to 2^8 before sums are rescaled to a new maximum: rarely after the first
-     * units. */
-    __device__ __forceinline__ void grow(const float (&x)[2], float (&f)[2])
+     * units. Returns the factors of such rows, 1 for others. */
+    __device__ __forceinline__ bool grow(const float (&x)[2], float (&f)[2])
     {
-        bool more = false;
+        bool any = false;
 
 #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -440,30 +473,26 @@ template <typename T, int D, bool INVARIANT> struct consumer {
 
             f[h] = now ? factor_of(m[h], x[h], p.c) : 1.0f;
             m[h] = now ? x[h] : m[h];
-            more = more || now;
+            any = any || now;
         }
-        if (__any_sync(0xffffffffu, more)) {
-#pragma unroll
-            for (int j = 0; j < OT; j++) {
-                o[j * 4] *= f[0];
-                o[j * 4 + 1] *= f[0];
-                o[j * 4 + 2] *= f[1];
-                o[j * 4 + 3] *= f[1];
-            }
-        }
+        return any;
     }
 
     /* All units of an item, sums straight onto each other. Scores of a unit and sums of the one
-     * before are under way together; by the time the largest score is known the sums are done, and
-     * rescaling and rounding go under the exponentials. l stays a lane's own until the end. */
+     * before are under way together, the sums still during softmax. l stays a lane's own until the
+     * end. */
     __device__ __forceinline__ void run_fast()
     {
         float s[ST * 4], x[2], f[2], sum[2];
         uint32_t w[ST * 2];
-        int onto = 0;
 
+#pragma unroll
+        for (int i = 0; i < OT * 4; i++) {
+            o[i] = 0;
+        }
         wait_k();
         my_turn();
+        products_fence();
         issue_scores(s);
         your_turn();
         products_wait<0>();
@@ -471,34 +500,51 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         done_k();
         mask(s);
         row_max(s, m);
-        weights(s, m, w, l);
+        weights(s, m, l);
+        round(s, w);
 #pragma unroll 1
         while (++unit < unit1) {
             wait_k();
-            my_turn();
-            issue_scores(s);
             wait_v();
-            issue_sums(w, onto);
+            my_turn();
+            products_fence();
+            issue_scores(s);
+            issue_sums(w, false);
             your_turn();
             products_wait<1>();
             hold(s);
             done_k();
             mask(s);
             row_max(s, x);
-            hold(x);
-            products_wait<0>();
-            hold(o);
-            done_v();
-            onto = 1;
-            grow(x, f);
-            weights(s, m, w, sum);
+            bool more = grow(x, f);
+
+            weights(s, m, sum);
             l[0] = l[0] * f[0] + sum[0];
             l[1] = l[1] * f[1] + sum[1];
+            /* Sums are never negative, but the assembler does not know: it would do all the above
+             * after the wait, were the wait not after a branch that depends on it. */
+            if (__any_sync(0xffffffffu, more || fminf(sum[0], sum[1]) < 0.0f)) {
+                products_wait_here();
+                hold(o);
+#pragma unroll
+                for (int j = 0; j < OT; j++) {
+                    o[j * 4] *= f[0];
+                    o[j * 4 + 1] *= f[0];
+                    o[j * 4 + 2] *= f[1];
+                    o[j * 4 + 3] *= f[1];
+                }
+            } else {
+                products_wait<0>();
+                hold(o);
+            }
+            done_v();
+            round(s, w);
         }
         unit--;
         wait_v();
         clear_tail();
-        issue_sums(w, onto);
+        products_fence();
+        issue_sums(w, false);
         products_wait<0>();
         hold(o);
         done_v();
@@ -506,7 +552,12 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         l[1] = quad_sum(l[1]);
     }
 
-    __device__ __forceinline__ void write_record(int slot, int unit_first, int n_valid)
+    __device__ __forceinline__ void write_record(const float (&a)[OT * 4],
+                                                 const float (&a_m)[2],
+                                                 const float (&a_l)[2],
+                                                 int slot,
+                                                 int unit_first,
+                                                 int n_valid)
     {
         record<D> r(p, slot);
 
@@ -518,11 +569,11 @@ template <typename T, int D, bool INVARIANT> struct consumer {
 #pragma unroll
                 for (int j = 0; j < OT; j++) {
                     *(float2 *)(r.sums(y) + j * 8 + 2 * t) =
-                        make_float2(o[j * 4 + h * 2], o[j * 4 + h * 2 + 1]);
+                        make_float2(a[j * 4 + h * 2], a[j * 4 + h * 2 + 1]);
                 }
                 if (t == 0) {
-                    *r.max_of(y) = m[h];
-                    *r.weight_of(y) = l[h];
+                    *r.max_of(y) = a_m[h];
+                    *r.weight_of(y) = a_l[h];
                 }
             }
         }
@@ -564,7 +615,7 @@ template <typename T, int D, bool INVARIANT> struct consumer {
             return;
         }
         if (!INVARIANT) {
-            write_record(w.it.slot, w.it.unit0, n_valid);
+            write_record(o, m, l, w.it.slot, w.it.unit0, n_valid);
         }
         kn_attn_task task = plan_task(p.plan, w.it.task);
 
@@ -573,95 +624,119 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         }
     }
 
-    /* The arithmetic of mma.cuh. Sums of the group so far in `a`, of groups before it in shared
-     * memory, a float4 of a thread at a time. */
+    /* A unit's sums in o join those of its group in a. */
+    __device__ __forceinline__ void join_unit(float (&a)[OT * 4],
+                                              float (&a_m)[2],
+                                              float (&a_l)[2],
+                                              const float (&x)[2],
+                                              const float (&sum)[2])
+    {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            factors f = merge(a_m[h], x[h], p.c);
+
+            a_l[h] = joined(f, a_l[h], quad_sum(sum[h]));
+#pragma unroll
+            for (int j = 0; j < OT; j++) {
+                a[j * 4 + h * 2] = joined(f, a[j * 4 + h * 2], o[j * 4 + h * 2]);
+                a[j * 4 + h * 2 + 1] = joined(f, a[j * 4 + h * 2 + 1], o[j * 4 + h * 2 + 1]);
+            }
+        }
+    }
+
+    /* A group's sums join those of groups before, which wait in shared memory, a float4 of a thread
+     * at a time; the result is there and in m and l, after the last group in o. */
+    __device__ __forceinline__ void join_group(const float (&a)[OT * 4],
+                                               const float (&a_m)[2],
+                                               const float (&a_l)[2],
+                                               bool first,
+                                               bool last)
+    {
+        float4 *stash = (float4 *)at.memory().sums + threadIdx.x;
+        factors f[2];
+
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            f[h] = merge(m[h], a_m[h], p.c);
+            l[h] = joined(f[h], l[h], a_l[h]);
+        }
+#pragma unroll
+        for (int j = 0; j < OT; j++) {
+            float4 y = first ? make_float4(0, 0, 0, 0) : stash[j * CONSUMERS];
+
+            y.x = joined(f[0], y.x, a[j * 4]);
+            y.y = joined(f[0], y.y, a[j * 4 + 1]);
+            y.z = joined(f[1], y.z, a[j * 4 + 2]);
+            y.w = joined(f[1], y.w, a[j * 4 + 3]);
+            if (!last) {
+                stash[j * CONSUMERS] = y;
+            }
+            o[j * 4] = y.x;
+            o[j * 4 + 1] = y.y;
+            o[j * 4 + 2] = y.z;
+            o[j * 4 + 3] = y.w;
+        }
+    }
+
+    /* The arithmetic of mma.cuh: sums of a unit in o, of its group in a. They are joined while the
+     * scores of the next unit are under way. */
     __device__ __forceinline__ void run_invariant(int slot, int n_valid)
     {
-        float s[ST * 4], a[OT * 4], a_m[2] = {-INFINITY, -INFINITY}, a_l[2] = {0, 0};
-        float4 *stash = (float4 *)at.memory().sums + threadIdx.x;
-        bool stashed = false;
+        float s[ST * 4], a[OT * 4], a_m[2], a_l[2];
+        bool first = true;
 
+#pragma unroll 1
+        do {
+            const int group = unit / KN_ATTN_GROUP * KN_ATTN_GROUP;
+            const int end = min(unit1, group + KN_ATTN_GROUP);
+            float x[2], sum[2];
+
+            clear(a, a_m, a_l);
+            clear(o, x, sum);
+#pragma unroll 1
+            do {
+                uint32_t w[ST * 2];
+
+                wait_k();
+                my_turn();
+                products_fence();
+                issue_scores(s);
+                your_turn();
+                join_unit(a, a_m, a_l, x, sum);
+                products_wait<0>();
+                hold(s);
+                done_k();
+                mask(s);
+                row_max(s, x);
+                weights(s, x, sum);
+                round(s, w);
+                wait_v();
+                clear_tail();
+                products_fence();
+                issue_sums(w, true);
+                products_wait<0>();
+                hold(o);
+                done_v();
+            } while (++unit < end);
+            join_unit(a, a_m, a_l, x, sum);
+            if (slot < 0) {
+                join_group(a, a_m, a_l, first, unit == unit1);
+                first = false;
+            } else {
+                write_record(a, a_m, a_l, slot++, group, n_valid);
+            }
+        } while (unit < unit1);
+    }
+
+    static __device__ __forceinline__ void
+    clear(float (&a)[OT * 4], float (&a_m)[2], float (&a_l)[2])
+    {
 #pragma unroll
         for (int i = 0; i < OT * 4; i++) {
             a[i] = 0;
         }
-#pragma unroll 1
-        for (; unit < unit1; unit++) {
-            const bool end = unit + 1 == unit1;
-            float x[2], sum[2];
-            uint32_t w[ST * 2];
-
-            wait_k();
-            my_turn();
-            issue_scores(s);
-            your_turn();
-            products_wait<0>();
-            hold(s);
-            done_k();
-            mask(s);
-            row_max(s, x);
-            weights(s, x, w, sum);
-            wait_v();
-            clear_tail();
-            issue_sums(w, 0);
-            products_wait<0>();
-            hold(o);
-            done_v();
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                factors f = merge(a_m[h], x[h], p.c);
-
-                a_l[h] = joined(f, a_l[h], quad_sum(sum[h]));
-#pragma unroll
-                for (int j = 0; j < OT; j++) {
-                    a[j * 4 + h * 2] = joined(f, a[j * 4 + h * 2], o[j * 4 + h * 2]);
-                    a[j * 4 + h * 2 + 1] = joined(f, a[j * 4 + h * 2 + 1], o[j * 4 + h * 2 + 1]);
-                }
-            }
-            if (!end && (unit + 1) % KN_ATTN_GROUP != 0) {
-                continue;
-            }
-            /* The end of a group. */
-            if (slot >= 0) {
-#pragma unroll
-                for (int i = 0; i < OT * 4; i++) {
-                    o[i] = a[i];
-                }
-                m[0] = a_m[0];
-                m[1] = a_m[1];
-                l[0] = a_l[0];
-                l[1] = a_l[1];
-                write_record(slot++, unit / KN_ATTN_GROUP * KN_ATTN_GROUP, n_valid);
-            } else {
-                factors f[2];
-
-#pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    f[h] = merge(m[h], a_m[h], p.c);
-                    l[h] = joined(f[h], l[h], a_l[h]);
-                }
-#pragma unroll
-                for (int j = 0; j < OT; j++) {
-                    float4 y = stashed ? stash[j * CONSUMERS] : make_float4(0, 0, 0, 0);
-
-                    o[j * 4] = joined(f[0], y.x, a[j * 4]);
-                    o[j * 4 + 1] = joined(f[0], y.y, a[j * 4 + 1]);
-                    o[j * 4 + 2] = joined(f[1], y.z, a[j * 4 + 2]);
-                    o[j * 4 + 3] = joined(f[1], y.w, a[j * 4 + 3]);
-                    if (!end) {
-                        stash[j * CONSUMERS] =
-                            make_float4(o[j * 4], o[j * 4 + 1], o[j * 4 + 2], o[j * 4 + 3]);
-                    }
-                }
-                stashed = true;
-            }
-#pragma unroll
-            for (int i = 0; i < OT * 4; i++) {
-                a[i] = 0;
-            }
-            a_m[0] = a_m[1] = -INFINITY;
-            a_l[0] = a_l[1] = 0;
-        }
+        a_m[0] = a_m[1] = -INFINITY;
+        a_l[0] = a_l[1] = 0;
     }
 
     __device__ __forceinline__ void run(int off, int i, int end)

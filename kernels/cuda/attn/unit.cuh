@@ -35,6 +35,152 @@ template <int W> __device__ __forceinline__ uint32_t piece(int row, int i)
     return (uint32_t)(row * W + ((i ^ (row & 7)) << 4));
 }
 
+/* Reads so many floats that another multiprocessor wrote. */
+template <int N> struct piece_of_row {
+    float x[N];
+
+    __device__ __forceinline__ void read(const float *from)
+    {
+#pragma unroll
+        for (int i = 0; i < N; i += 2) {
+            float2 y = __ldcg((const float2 *)(from + i));
+
+            x[i] = y.x;
+            x[i + 1] = y.y;
+        }
+    }
+};
+
+/* Records of one row of a split task, joined by one warp as combine() of args.cuh would, to the
+ * bit: 32 at a time, a lane each finds its record's factors (maxima are exact in any order, so
+ * prefixes of them are), then all lanes go through the records with their own columns. */
+template <typename T, int D> struct row_join {
+    static constexpr int N = D / 32; /* columns of a lane */
+    static constexpr int AHEAD = 16;
+
+    const launch &p;
+    const kn_attn_task task;
+    float4
+        *factors; /* shared memory of the warp: 32 times part's own and new, whole's own and new */
+    float *lengths; /* 32 */
+    const int lane, row;
+    float part_max,
+        all_max; /* of the records so far: of the open group; of those that are closed */
+    float part[N], all[N], part_l, all_l;
+
+    __device__ row_join(const launch &p_, const kn_attn_task &task_, float *scratch, int row_)
+        : p(p_), task(task_), factors((float4 *)scratch), lengths(scratch + 128),
+          lane(threadIdx.x % 32), row(row_), part_max(-INFINITY), all_max(-INFINITY), part{}, all{},
+          part_l(0), all_l(0)
+    {
+    }
+
+    /* Largest of this lane and those before it; with `start`, of those since the last start. */
+    __device__ __forceinline__ float prefix_max(float x, bool &start)
+    {
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            float y = __shfl_up_sync(0xffffffffu, x, d);
+            bool f = __shfl_up_sync(0xffffffffu, (int)start, d) != 0;
+
+            if (lane >= d) {
+                x = start ? x : fmaxf(x, y);
+                start = start || f;
+            }
+        }
+        return x;
+    }
+
+    __device__ __forceinline__ bool starts(int i)
+    {
+        return __ldcg(record<D>(p, task.slot0 + i).unit()) % KN_ATTN_GROUP == 0;
+    }
+
+    /* Factors of records base .. base + 31. */
+    __device__ __forceinline__ void find(int base)
+    {
+        const int i = base + lane;
+        const bool valid = i < task.n_slots;
+        float m = -INFINITY, l = 0;
+        bool start = valid && starts(i), none = false;
+        const bool head = start, end = i + 1 >= task.n_slots || starts(i + 1);
+
+        if (valid) {
+            record<D> r(p, task.slot0 + i);
+
+            m = __ldcg(r.max_of(row));
+            l = __ldcg(r.weight_of(row));
+        }
+        float pm = prefix_max(m, start);
+        pm = start ? pm : fmaxf(pm, part_max);
+        float before = __shfl_up_sync(0xffffffffu, pm, 1);
+        before = lane == 0 ? part_max : before;
+        part_max = __shfl_sync(0xffffffffu, pm, 31);
+
+        /* The open group's records of earlier turns count too. */
+        float am = fmaxf(prefix_max(lane == 0 ? fmaxf(m, before) : m, none), all_max);
+        none = false;
+        float closed = prefix_max(end ? am : -INFINITY, none);
+        float last = __shfl_up_sync(0xffffffffu, closed, 1);
+        last = lane == 0 ? all_max : fmaxf(last, all_max);
+        all_max = fmaxf(all_max, __shfl_sync(0xffffffffu, closed, 31));
+
+        __syncwarp();
+        factors[lane] =
+            make_float4(head ? 0.0f : factor_of(before, pm, p.c), factor_of(m, pm, p.c),
+                        end ? factor_of(last, am, p.c) : 1.0f, end ? factor_of(pm, am, p.c) : 0.0f);
+        lengths[lane] = l;
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void run()
+    {
+        for (int base = 0; base < task.n_slots; base += 32) {
+            find(base);
+#pragma unroll 1
+            for (int i0 = base; i0 < min(base + 32, task.n_slots); i0 += AHEAD) {
+                piece_of_row<N> v[AHEAD];
+
+#pragma unroll
+                for (int i = 0; i < AHEAD; i++) {
+                    if (i0 + i < task.n_slots) {
+                        v[i].read(record<D>(p, task.slot0 + i0 + i).sums(row) + lane * N);
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < AHEAD; i++) {
+                    if (i0 + i < task.n_slots) {
+                        float4 f = factors[i0 - base + i];
+
+                        part_l = joined({f.x, f.y}, part_l, lengths[i0 - base + i]);
+                        all_l = joined({f.z, f.w}, all_l, part_l);
+#pragma unroll
+                        for (int n = 0; n < N; n++) {
+                            part[n] = joined({f.x, f.y}, part[n], v[i].x[n]);
+                            all[n] = joined({f.z, f.w}, all[n], part[n]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void write(const kn_attn_item &it)
+    {
+        const int packed = it.row0 + row;
+        const float inv = final_scale(all_l);
+        uint32_t *out =
+            (uint32_t *)((T *)p.out +
+                         (size_t)(p.row_start[it.seq] + packed / p.group) * p.out_stride +
+                         (size_t)(it.kv_head * p.group + packed % p.group) * D + lane * N);
+
+#pragma unroll
+        for (int n = 0; n < N; n += 2) {
+            out[n / 2] = num<T>::pack(finished(all[n], inv), finished(all[n + 1], inv));
+        }
+    }
+};
+
 /* An item while it is worked on. */
 struct cursor {
     kn_attn_item it;
@@ -391,7 +537,13 @@ template <typename T, int D, int MT> struct unit_block {
             kn_attn_task task = plan_task(p.plan, c.it.task);
 
             if (is_last<UNIT_THREADS>(p, c.it, task, &sm.flag)) {
-                combine<T, D, UNIT_THREADS>(p, c.it, task, n_valid);
+                /* V is read: its place serves the four warps. */
+                for (int row = warp; row < n_valid; row += 4) {
+                    row_join<T, D> join(p, task, (float *)sm.v + warp * 160, row);
+
+                    join.run();
+                    join.write(c.it);
+                }
             }
         }
     }
@@ -410,9 +562,16 @@ template <typename T, int D, int MT> struct unit_block {
         }
         load_item(c, off, i);
         load_pages(c);
-        grid_wait();
+        /* Positions before those of this call lie in the pages already. */
+        const bool early = (c.unit + 1) * UNIT <= c.ctx - c.rows;
+        if (!early) {
+            grid_wait();
+        }
         fetch(c, 0);
         fetch(c, 1);
+        if (early) {
+            grid_wait();
+        }
         start_item(c);
         int slot = c.it.slot;
         for (;;) {
