@@ -116,6 +116,7 @@ class Load:
     def __init__(self, c, plain):
         self.prompts = [ids(9000 + i, 150 + 40 * i) for i in range(6)]
         self.want = [want(plain, p) for p in self.prompts]
+        self.paths = [DIRECT, LOCAL] if "prefill-0" in c.procs else [LOCAL]
         self.c, self.wrong, self.right, self.failed, self.over = c, [], 0, 0, threading.Event()
         self.threads = [threading.Thread(target=self.work, args=(i,)) for i in range(2)]
         for t in self.threads:
@@ -127,7 +128,7 @@ class Load:
             i = rng.randrange(len(self.prompts))
             try:
                 a = self.c.client.generate(ids=self.prompts[i], max_tokens=N_TOKENS, ignore_eos=True,
-                                           path=rng.choice([DIRECT, LOCAL]), timeout=60)
+                                           path=rng.choice(self.paths), timeout=60)
                 self.right += 1
                 if list(a.tokens) != self.want[i]:
                     self.wrong.append((i, list(a.tokens)))
@@ -188,6 +189,34 @@ def test_kills_under_load(cluster, plain):
     print(f"\n{ROUNDS} rounds, {adopted} blocks adopted, {cached} tokens cached, load: {load.right} answers, "
           f"{load.failed} without a node")
     c.pages_back()
+
+
+@pytest.mark.sanitize
+def test_kills_while_blocks_are_pushed_out(cluster, plain):
+    """A pool that is far too small: pages change hands all the time, and none is taken for another."""
+    rng = random.Random(7)
+    page = 3 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, dim, tokens, bytes
+    c = cluster(prefill=0, decode=1, role="both", keeper=True, pool=str(page * 90))
+    c.allow(*DEATHS)
+    load, adopted, evicted = Load(c, plain), 0, 0
+    heads = [ids(500 + i, 256) for i in range(6)]
+    prompts = [rng.choice(heads) + ids(600 + i, 40) for i in range(12)]
+    answers = [want(plain, p) for p in prompts]
+    try:
+        for number in range(ROUNDS // 2):
+            i = rng.randrange(len(prompts))
+            assert list(ask(c, prompts[i], LOCAL).tokens) == answers[i], number
+            time.sleep(rng.random() * 0.05)
+            evicted += c.status("decode-0").blocks_evicted
+            kill(c, "decode-0")
+            c.restart("decode-0")
+            s = c.status("decode-0")
+            assert s.blocks_bad == 0
+            adopted += s.blocks_adopted
+    finally:
+        load.stop()
+    c.pages_back()
+    assert adopted > 0 and evicted > 0
 
 
 def test_keeper_and_node_die_together(cluster, plain):

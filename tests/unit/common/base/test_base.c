@@ -189,11 +189,39 @@ static void test_mem(void **state)
     assert_true(bt_cpus_usable() >= 1);
 }
 
+/* What another process made, as a descriptor. */
+static void test_mem_import(void **state)
+{
+    struct bt_mem_region a, b;
+    struct bt_err err;
+    int fd, fds[2];
+
+    assert_int_equal(bt_mem_host.alloc(10000, "made", &a, &err), BT_OK);
+    memset(a.base, 7, 10000);
+    fd = dup(a.fd);
+    assert_int_equal(bt_mem_host.import(fd, a.bytes + 1, "more", &b, &err), BT_E_INVALID);
+    assert_int_equal(bt_mem_host.import(fd, 0, "none", &b, &err), BT_E_INVALID);
+    assert_int_equal(bt_mem_host.import(-1, 10000, "nothing", &b, &err), BT_E_SYS);
+    assert_int_equal(bt_mem_host.import(fd, 10000, "taken", &b, &err), BT_OK);
+    assert_true(b.bytes == a.bytes && b.fd == fd && b.ops == &bt_mem_host);
+    bt_mem_host.free(&a);
+    assert_int_equal(((char *)b.base)[9999], 7);
+    bt_mem_host.free(&b);
+    assert_int_equal(close(fd), -1); /* went with the region */
+    assert_int_equal(pipe(fds), 0);
+    assert_int_equal(bt_mem_host.import(fds[0], 1, "pipe", &b, &err), BT_E_INVALID);
+    close(fds[0]);
+    close(fds[1]);
+    assert_null(bt_mem_private.import);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_err), cmocka_unit_test(test_buf),     cmocka_unit_test(test_list),
-        cmocka_unit_test(test_map), cmocka_unit_test(test_mailbox), cmocka_unit_test(test_mem),
+        cmocka_unit_test(test_err),        cmocka_unit_test(test_buf),
+        cmocka_unit_test(test_list),       cmocka_unit_test(test_map),
+        cmocka_unit_test(test_mailbox),    cmocka_unit_test(test_mem),
+        cmocka_unit_test(test_mem_import),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -51,6 +51,37 @@ static void test_create(void **state)
     kv_pool_destroy(NULL);
 }
 
+/* Over memory that is there already, with pages that somebody left in it. */
+static void test_adopt(void **state)
+{
+    static const uint32_t out[] = {1, 3}, twice[] = {2, 2}, taken[] = {0, 2}, good[] = {2, 0};
+    struct kv_layout l = make_layout(3);
+    struct bt_mem_region mem;
+    struct kv_pool *pool;
+    struct bt_err err;
+    uint32_t page;
+
+    assert_int_equal(bt_mem_host.alloc(l.bytes, "made", &mem, &err), BT_OK);
+    ((char *)mem.base)[5] = 9;
+    mem.bytes = l.bytes - 1;
+    assert_int_equal(kv_pool_create_in(&l, &mem, &pool, &err), BT_E_INVALID);
+    mem.bytes = BT_DIV_UP(l.bytes, 4096ul) * 4096;
+    assert_int_equal(kv_pool_create_in(&l, &mem, &pool, &err), BT_OK);
+    assert_int_equal(((char *)kv_pool_page(pool, 0, 0))[5], 9);
+    assert_false(kv_pool_adopt(pool, out, 2));
+    assert_false(kv_pool_adopt(pool, twice, 2));
+    assert_true(kv_pool_stats(pool).n_free == 3 && kv_pool_is_free(pool, 2));
+    assert_true(kv_pool_adopt(pool, good, 2));
+    assert_false(kv_pool_adopt(pool, taken, 2));
+    assert_true(kv_pool_stats(pool).n_free == 1 && kv_pool_stats(pool).n_index == 2);
+    assert_int_equal(kv_pool_generation(pool, 2), 0); /* it has not left its owner */
+    assert_int_equal(kv_pool_take(pool, 1, KV_OWNER_SEQ, KV_PAGE_NONE, &page), BT_OK);
+    assert_int_equal(page, 1);
+    kv_pool_give(pool, &page, 1, KV_OWNER_SEQ);
+    kv_pool_give(pool, good, 2, KV_OWNER_INDEX);
+    kv_pool_destroy(pool);
+}
+
 static void test_neighbours(void **state)
 {
     struct kv_pool *pool = make_pool(200);
@@ -270,10 +301,10 @@ static void test_counters_add_up(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_create),          cmocka_unit_test(test_neighbours),
-        cmocka_unit_test(test_all_or_none),     cmocka_unit_test(test_generation),
-        cmocka_unit_test(test_misuse_aborts),   cmocka_unit_test(test_random),
-        cmocka_unit_test(test_counters_add_up),
+        cmocka_unit_test(test_create),     cmocka_unit_test(test_adopt),
+        cmocka_unit_test(test_neighbours), cmocka_unit_test(test_all_or_none),
+        cmocka_unit_test(test_generation), cmocka_unit_test(test_misuse_aborts),
+        cmocka_unit_test(test_random),     cmocka_unit_test(test_counters_add_up),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
