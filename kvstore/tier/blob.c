@@ -2,6 +2,9 @@
 #include "kvstore/tier/blob.h"
 
 #include <xxhash.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #define MAGIC "BTKVBLB1"
 
@@ -41,26 +44,95 @@ static struct geometry geometry_of(const struct kv_layout *l, uint32_t block_tok
     };
 }
 
+/* Copies past the caches: neither side of such a copy is used again soon, and a store that need not
+ * read its line first saves a third of the traffic. */
+static void copy_past(void *dst, const void *src, size_t n)
+{
+#ifdef __SSE2__
+    if ((uintptr_t)dst % 16 == 0 && n % 64 == 0 && n >= 256) {
+        __m128i *to = dst;
+        const __m128i *from = src;
+
+        for (size_t i = 0; i < n / 16; i += 4) {
+            __m128i a = _mm_loadu_si128(from + i), b = _mm_loadu_si128(from + i + 1);
+            __m128i c = _mm_loadu_si128(from + i + 2), d = _mm_loadu_si128(from + i + 3);
+
+            _mm_stream_si128(to + i, a);
+            _mm_stream_si128(to + i + 1, b);
+            _mm_stream_si128(to + i + 2, c);
+            _mm_stream_si128(to + i + 3, d);
+        }
+        return;
+    }
+#endif
+    memcpy(dst, src, n);
+}
+
+/* Before others may read what was copied. */
+static void copy_done(void)
+{
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
+
+/* Row by row in the order of the blob; with st, the sum of all is taken on the way. */
+static void gather(const struct kv_pool *pool,
+                   const uint32_t *pages,
+                   int layer,
+                   const struct geometry *g,
+                   char *to,
+                   XXH3_state_t *st)
+{
+    static const char zeros[4096];
+
+    for (uint32_t r = 0; r < g->n_rows; r++) {
+        for (uint32_t p = 0; p < g->n_pages; p++, to += g->page_row) {
+            const char *from = NULL;
+
+            if (pages[p] != KV_PAGE_NONE) {
+                from = (const char *)kv_pool_page(pool, layer, pages[p]) + r * g->page_row;
+            }
+            if (from && st) {
+                XXH3_64bits_update(st, from, g->page_row);
+            }
+            if (from) {
+                copy_past(to, from, g->page_row);
+                continue;
+            }
+            memset(to, 0, g->page_row);
+            for (size_t n = 0; st && n < g->page_row; n += sizeof(zeros)) {
+                XXH3_64bits_update(st, zeros, BT_MIN(sizeof(zeros), g->page_row - n));
+            }
+        }
+    }
+    copy_done();
+}
+
 void kv_blob_gather(
     const struct kv_pool *pool, const uint32_t *pages, uint32_t block_tokens, int layer, void *dst)
 {
     struct geometry g = geometry_of(kv_pool_layout(pool), block_tokens);
 
-    for (uint32_t p = 0; p < g.n_pages; p++) {
-        char *to = (char *)dst + p * g.page_row;
-        const char *from = NULL;
+    gather(pool, pages, layer, &g, dst, NULL);
+}
 
-        if (pages[p] != KV_PAGE_NONE) {
-            from = kv_pool_page(pool, layer, pages[p]);
-        }
-        for (uint32_t r = 0; r < g.n_rows; r++, to += g.blob_row) {
-            if (from) {
-                memcpy(to, from + r * g.page_row, g.page_row);
-            } else {
-                memset(to, 0, g.page_row);
-            }
-        }
+uint64_t kv_blob_gather_sum(
+    const struct kv_pool *pool, const uint32_t *pages, uint32_t block_tokens, int layer, void *dst)
+{
+    struct geometry g = geometry_of(kv_pool_layout(pool), block_tokens);
+    XXH3_state_t *st = XXH3_createState();
+    uint64_t sum;
+
+    if (!st) {
+        gather(pool, pages, layer, &g, dst, NULL);
+        return kv_blob_sum(dst, g.n_rows * g.blob_row);
     }
+    XXH3_64bits_reset(st);
+    gather(pool, pages, layer, &g, dst, st);
+    sum = XXH3_64bits_digest(st);
+    XXH3_freeState(st);
+    return sum;
 }
 
 void kv_blob_scatter(const struct kv_pool *pool,
@@ -70,19 +142,17 @@ void kv_blob_scatter(const struct kv_pool *pool,
                      const void *src)
 {
     struct geometry g = geometry_of(kv_pool_layout(pool), block_tokens);
+    const char *from = src;
 
-    for (uint32_t p = 0; p < g.n_pages; p++) {
-        const char *from = (const char *)src + p * g.page_row;
-        char *to;
-
-        if (pages[p] == KV_PAGE_NONE) {
-            continue;
-        }
-        to = kv_pool_page(pool, layer, pages[p]);
-        for (uint32_t r = 0; r < g.n_rows; r++, from += g.blob_row) {
-            memcpy(to + r * g.page_row, from, g.page_row);
+    for (uint32_t r = 0; r < g.n_rows; r++) {
+        for (uint32_t p = 0; p < g.n_pages; p++, from += g.page_row) {
+            if (pages[p] != KV_PAGE_NONE) {
+                copy_past((char *)kv_pool_page(pool, layer, pages[p]) + r * g.page_row, from,
+                          g.page_row);
+            }
         }
     }
+    copy_done();
 }
 
 uint64_t kv_blob_prefix(uint64_t before, const int32_t *ids, uint32_t n)

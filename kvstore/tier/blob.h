@@ -49,6 +49,9 @@ struct kv_blob_meta {
 uint64_t kv_blob_prefix(uint64_t before, const int32_t *ids, uint32_t n);
 /* XXH3-64 of a layer's bytes. */
 uint64_t kv_blob_sum(const void *p, size_t n);
+/* kv_blob_gather, and the sum of what it wrote. */
+uint64_t kv_blob_gather_sum(
+    const struct kv_pool *pool, const uint32_t *pages, uint32_t block_tokens, int layer, void *dst);
 static inline size_t kv_blob_bytes(const struct kv_blob_shape *s)
 {
     return s->n_layers * s->layer_bytes;

@@ -70,11 +70,9 @@ static struct kv_blob *front_of_all(struct kv_tiers *t)
     return oldest;
 }
 
-/* Gives up all blobs with a piece in the chunk of b's first piece; false if one of them may not. */
-static bool clear_chunk(struct kv_tiers *t, const struct kv_blob *b)
+/* Gives up all blobs with a piece in a chunk; false if one of them may not go. */
+static bool clear_chunk(struct kv_tiers *t, struct kv_arena_chunk *k)
 {
-    struct kv_arena_chunk *k = kv_arena_chunk_of(&t->arena, b->pieces[0]);
-
     for (uint32_t i = 0; i < k->n_pieces; i++) {
         if (k->owners[i] && !evictable(k->owners[i])) {
             return false;
@@ -88,6 +86,37 @@ static bool clear_chunk(struct kv_tiers *t, const struct kv_blob *b)
     return true;
 }
 
+/* Any chunk of another class that can be cleared: the one of the oldest blob cannot. */
+static bool clear_any(struct kv_tiers *t, int cls)
+{
+    for (uint32_t i = 0; i < t->arena.n_chunks; i++) {
+        struct kv_arena_chunk *k = &t->arena.chunks[i];
+
+        if (k->cls >= 0 && k->cls != cls && clear_chunk(t, k)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* One step towards room for a blob of class cls; false if nothing may go. */
+static bool make_room(struct kv_tiers *t, int cls)
+{
+    struct kv_blob *victim = front_of_all(t);
+
+    if (victim && victim->cls != cls) {
+        if (clear_chunk(t, kv_arena_chunk_of(&t->arena, victim->pieces[0]))) {
+            return true;
+        }
+        victim = front_of(t, cls);
+    }
+    if (victim) {
+        evict(t, victim);
+        return true;
+    }
+    return clear_any(t, cls);
+}
+
 int kv_host_room(struct kv_tiers *t, struct kv_blob *b)
 {
     int cls = kv_arena_class_of(&t->arena, b->meta.shape.layer_bytes);
@@ -96,18 +125,9 @@ int kv_host_room(struct kv_tiers *t, struct kv_blob *b)
         return BT_E_TOO_LARGE;
     }
     while (!kv_arena_take(&t->arena, cls, b->meta.shape.n_layers, b, b->pieces)) {
-        struct kv_blob *victim = front_of_all(t);
-
-        if (victim && victim->cls != cls && clear_chunk(t, victim)) {
-            continue;
-        }
-        if (victim && victim->cls != cls) {
-            victim = front_of(t, cls);
-        }
-        if (!victim) {
+        if (!make_room(t, cls)) {
             return BT_E_EXHAUSTED;
         }
-        evict(t, victim);
     }
     b->cls = (int8_t)cls;
     b->has_pieces = true;

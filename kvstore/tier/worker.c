@@ -70,8 +70,8 @@ static int copy_offer(struct kv_tiers *t, struct kv_job *job)
     for (uint32_t l = 0; l < b->meta.shape.n_layers && rc == BT_OK; l++) {
         void *to = kv_tiers_at(t, b, l);
 
-        kv_blob_gather(job->offer.pool, job->pages, t->shape.block_tokens, (int)l, to);
-        b->sums[l] = kv_blob_sum(to, b->meta.shape.layer_bytes);
+        b->sums[l] =
+            kv_blob_gather_sum(job->offer.pool, job->pages, t->shape.block_tokens, (int)l, to);
     }
     return rc;
 }

@@ -76,7 +76,8 @@ static void test_page_sizes(void **state)
     for (int l = 0; l < 2; l++) {
         kv_blob_gather(small, small_pages, BLOCK, l, a);
         kv_blob_scatter(large, large_pages, BLOCK, l, a);
-        kv_blob_gather(large, large_pages, BLOCK, l, b);
+        assert_int_equal(kv_blob_gather_sum(large, large_pages, BLOCK, l, b),
+                         kv_blob_sum(a, s.layer_bytes));
         assert_memory_equal(a, b, s.layer_bytes);
         /* K of head 1, token 20, as the contract says. */
         assert_int_equal(((uint32_t *)a)[(1 * BLOCK + 20) * DIM + 2], value(l, 0, 1, 20, 2));
@@ -103,6 +104,8 @@ static void test_pages_left_out(void **state)
         kv_blob_gather(pool, pages, BLOCK, l, a);
         assert_int_equal(a[20 * DIM], 0);
         assert_int_equal(a[((HEADS + 1) * BLOCK + 31) * DIM + 3], 0);
+        assert_int_equal(kv_blob_gather_sum(pool, pages, BLOCK, l, a),
+                         kv_blob_sum(a, s.layer_bytes));
         kv_blob_scatter(pool, back, BLOCK, l, a);
         assert_int_equal(*(uint32_t *)kv_pool_page(pool, l, 3), 0);
     }

@@ -329,6 +329,47 @@ static void test_several_shapes(void **state)
     world_free(&w);
 }
 
+static struct kv_blob *keep(struct world *w, uint32_t i, const struct kv_blob_shape *s)
+{
+    uint64_t sums[8] = {0};
+    struct kv_blob *b = NULL;
+    struct kv_blob_meta m;
+    struct chain c;
+
+    chain_make(w, &c, i, 1, i, 1);
+    m = meta_of(&c, 0, s);
+    assert_int_equal(kv_tiers_reserve(w->tiers, &m, &b), BT_OK);
+    kv_tiers_commit(w->tiers, b, sums);
+    return b;
+}
+
+/* The oldest blobs of one shape share their chunk with a pinned one: others make room. */
+static void test_pinned_among_other_shapes(void **state)
+{
+    struct kv_blob_shape small = {1, BLOCK, 1000}, large = {1, BLOCK, 100000};
+    struct kv_blob *b, *pinned = NULL;
+    struct world w;
+    uint32_t i = 0;
+
+    world_make(&w, 8, 1);
+    w.conf.host_bytes = 2 << 20;
+    w.no_source = true;
+    world_start(&w);
+    while (host(&w).evictions == 0) {
+        b = keep(&w, i++, &small);
+        if (i == 2) {
+            pinned = b;
+        } else {
+            kv_tiers_unpin(w.tiers, &b, 1);
+        }
+    }
+    b = keep(&w, i, &large);
+    kv_tiers_unpin(w.tiers, &b, 1);
+    assert_non_null(kv_blob_layer(w.tiers, pinned, 0));
+    kv_tiers_unpin(w.tiers, &pinned, 1);
+    world_free(&w);
+}
+
 struct log {
     pthread_mutex_t lock;
     int stored, removed;
@@ -418,6 +459,7 @@ int main(void)
         cmocka_unit_test(test_TIER_06_pins_come_back),
         cmocka_unit_test(test_reserve_commit_abort),
         cmocka_unit_test(test_several_shapes),
+        cmocka_unit_test(test_pinned_among_other_shapes),
         cmocka_unit_test(test_events_and_list),
         cmocka_unit_test(test_throttle_and_estimate),
     };
