@@ -381,18 +381,22 @@ static uint64_t late_at(const struct bt_blockmap *bm, const struct block_lookup 
     return l->sent_ns + BT_MAX(l->timeout_ns, bm->cfg.conf->lookup_timeout_ns);
 }
 
+/* Whether the first on the wire is late. One that waited for this thread for a moment before it was
+ * sent is over a little earlier than it is late; it counts if Redis had most of the time, so that
+ * nobody waits a second time. */
+static bool is_late(const struct bt_blockmap *bm, const struct block_lookup *l, uint64_t now)
+{
+    uint64_t most = bm->cfg.conf->lookup_timeout_ns / 4 * 3;
+
+    return now >= late_at(bm, l) || (!l->finished && now >= due_of(l) && now >= l->sent_ns + most);
+}
+
 static void look_at_clock(struct bt_blockmap *bm)
 {
     uint64_t now = bt_now_ns();
     struct block_lookup *l;
     struct bt_err err = {0};
 
-    bt_list_for_each_safe (it, &bm->wire) {
-        l = LOOKUP(it);
-        if (!l->finished && now >= due_of(l)) {
-            finish(bm, l, BT_E_DEADLINE);
-        }
-    }
     if (bt_list_empty(&bm->wire)) {
         return;
     }
@@ -400,8 +404,16 @@ static void look_at_clock(struct bt_blockmap *bm)
     if (now >= l->sent_ns + bm->cfg.conf->redis_timeout_ns) {
         BT_FAIL(&err, BT_E_UNAVAILABLE, "redis: no answer within redis.timeout");
         disconnect(bm, BT_E_UNAVAILABLE, &err);
-    } else if (bm->breaker == BLOCK_CLOSED && now >= late_at(bm, l)) {
-        trip(bm);
+        return;
+    }
+    if (bm->breaker == BLOCK_CLOSED && is_late(bm, l, now)) {
+        trip(bm); /* before the callbacks: whoever asks again is not to wait again */
+    }
+    bt_list_for_each_safe (it, &bm->wire) {
+        l = LOOKUP(it);
+        if (!l->finished && now >= due_of(l)) {
+            finish(bm, l, BT_E_DEADLINE);
+        }
     }
 }
 

@@ -32,6 +32,7 @@ static struct bt_cluster_conf conf = {
 struct peer {
     struct bt_registry *reg;
     struct bt_blockmap *bm;
+    struct bt_cluster_conf conf; /* as `conf` was at the start */
     struct bt_member self;
     bool untold; /* has no `held`: what is announced by hand is not written again */
     uint32_t salt;
@@ -96,11 +97,12 @@ static void changed(void *arg, struct bt_members *take_members)
 
 static void peer_start(struct peer *p, const char *name, uint64_t incarnation)
 {
-    struct bt_blockmap_cfg bc = {.conf = &conf, .arg = p};
-    struct bt_registry_cfg rc = {.conf = &conf, .changed = changed, .arg = p};
+    struct bt_blockmap_cfg bc = {.conf = &p->conf, .arg = p};
+    struct bt_registry_cfg rc = {.conf = &p->conf, .changed = changed, .arg = p};
     struct bt_err err;
 
     pthread_mutex_init(&p->lock, NULL);
+    p->conf = conf;
     if (incarnation) {
         p->self = (struct bt_member){.incarnation = incarnation, .role = BT_ROLE_KVSTORE};
         snprintf(p->self.name, sizeof(p->self.name), "%s", name);
