@@ -1,7 +1,14 @@
 /* Choice of nodes. See policy.h. */
 #include "router/policy.h"
 
+#include "router/cost.h"
+
 #include <stdio.h>
+
+#define RT_LOCAL_SEEN 8 /* steps with prompt tokens */
+
+const char *const rt_route_names[] = {"cost",         "random",         "round_robin",
+                                      "least_loaded", "longest_prefix", NULL};
 
 bool rt_compat_equal(const struct rt_compat *a, const struct rt_compat *b, char why[160])
 {
@@ -37,41 +44,44 @@ static bool can_local(const struct rt_node_view *v)
     return v->ready && v->role != RT_ROLE_PREFILL;
 }
 
-/* Lower is better. Failed nodes are far behind all others. */
-static double prefill_cost(const struct rt_node_view *v)
-{
-    return (double)v->tokens_outstanding + (v->excluded ? 1e18 : 0);
-}
+/* Costs that differ by less than this are ties: a share of the cost, and a time. */
+#define TIE_SHARE 0.005
+#define TIE_S     50e-6
 
-static double decode_cost(const struct rt_node_view *v)
-{
-    double full = v->pages_total ? 1.0 - (double)v->pages_free / v->pages_total : 0;
-
-    return (double)v->requests_outstanding + full + (v->excluded ? 1e18 : 0);
-}
-
-static double local_cost(const struct rt_node_view *v)
-{
-    return decode_cost(v) + (double)v->tokens_outstanding / 256;
-}
-
-/* Keeps the best so far; of n equal ones each is kept with the same probability. */
+/* Keeps the least cost; of n that tie with it each is kept with the same probability. Nodes that
+ * the request has failed on count only while there are no others. */
 struct best {
     int idx;
     double cost;
+    bool excluded;
     unsigned n_equal;
     uint64_t ticket;
 };
 
-static void consider(struct best *b, int idx, double cost)
+static void keep(struct best *b, int idx, double cost, bool excluded)
 {
-    if (b->idx < 0 || cost < b->cost) {
-        b->idx = idx;
-        b->cost = cost;
-        b->n_equal = 1;
+    b->idx = idx;
+    b->cost = cost;
+    b->excluded = excluded;
+}
+
+static void consider(struct best *b, int idx, double cost, bool excluded)
+{
+    double tie = b->cost * TIE_SHARE + TIE_S;
+
+    if (b->idx < 0 || b->excluded != excluded) {
+        if (b->idx < 0 || b->excluded) {
+            keep(b, idx, cost, excluded);
+            b->n_equal = 1;
+        }
         return;
     }
-    if (cost > b->cost) {
+    if (cost > b->cost + tie) {
+        return;
+    }
+    if (cost < b->cost - tie) {
+        keep(b, idx, cost, excluded);
+        b->n_equal = 1;
         return;
     }
     b->n_equal++;
@@ -79,6 +89,7 @@ static void consider(struct best *b, int idx, double cost)
     if ((b->ticket >> 33) % b->n_equal == 0) {
         b->idx = idx;
     }
+    b->cost = cost < b->cost ? cost : b->cost;
 }
 
 static int best_decode_for(const struct rt_pick_args *a, int prefill)
@@ -87,28 +98,83 @@ static int best_decode_for(const struct rt_pick_args *a, int prefill)
     char why[160];
 
     for (size_t i = 0; i < a->n; i++) {
-        if (can_receive(&a->nodes[i]) &&
-            rt_compat_equal(a->nodes[prefill].compat, a->nodes[i].compat, why)) {
-            consider(&b, (int)i, decode_cost(&a->nodes[i]));
+        const struct rt_node_view *v = &a->nodes[i];
+
+        if (can_receive(v) && rt_compat_equal(a->nodes[prefill].compat, v->compat, why)) {
+            consider(&b, (int)i, rt_cost_answer(a, v, false), v->excluded);
         }
     }
     return b.idx;
 }
 
+static bool has_decode_for(const struct rt_pick_args *a, int prefill)
+{
+    char why[160];
+
+    for (size_t i = 0; i < a->n; i++) {
+        if (can_receive(&a->nodes[i]) &&
+            rt_compat_equal(a->nodes[prefill].compat, a->nodes[i].compat, why)) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* What the route makes of a candidate; the least is taken. `nth` of all candidates so far. */
+static double
+route_cost(const struct rt_pick_args *a, const struct rt_estimate *e, uint64_t nth, uint64_t n)
+{
+    switch (a->route) {
+    case RT_ROUTE_RANDOM:
+        return 0;
+    case RT_ROUTE_ROUND_ROBIN:
+        return (double)((nth + n - a->turn % n) % n);
+    case RT_ROUTE_LEAST_LOADED:
+        return e->queue_s;
+    case RT_ROUTE_LONGEST_PREFIX:
+        return -(double)e->cached_blocks;
+    case RT_ROUTE_COST:
+        break;
+    }
+    return rt_estimate_cost(e);
+}
+
 static bool pick_pair(const struct rt_pick_args *a, struct rt_pick *ret)
 {
     struct best b = {.idx = -1, .ticket = a->ticket};
+    uint64_t n = 0, nth = 0;
 
     for (size_t i = 0; i < a->n; i++) {
-        if (can_prefill(&a->nodes[i]) && best_decode_for(a, (int)i) >= 0) {
-            consider(&b, (int)i, prefill_cost(&a->nodes[i]));
+        n += can_prefill(&a->nodes[i]);
+    }
+    for (size_t i = 0; i < a->n; i++) {
+        struct rt_estimate e;
+
+        if (!can_prefill(&a->nodes[i])) {
+            continue;
         }
+        if (has_decode_for(a, (int)i)) {
+            e = rt_cost_prompt(a, &a->nodes[i]);
+            consider(&b, (int)i, route_cost(a, &e, nth, n), a->nodes[i].excluded);
+        }
+        nth++;
     }
     if (b.idx < 0) {
         return false;
     }
-    *ret = (struct rt_pick){RT_PATH_DIRECT, b.idx, best_decode_for(a, b.idx)};
+    *ret = (struct rt_pick){.path = RT_PATH_DIRECT,
+                            .prefill = b.idx,
+                            .decode = best_decode_for(a, b.idx),
+                            .est = rt_cost_prompt(a, &a->nodes[b.idx])};
     return true;
+}
+
+/* All that the request costs on v alone. */
+static double alone_cost(const struct rt_pick_args *a, const struct rt_node_view *v)
+{
+    struct rt_estimate e = rt_cost_prompt(a, v);
+
+    return rt_estimate_cost(&e) + rt_cost_stall(a, v, &e) + rt_cost_answer(a, v, true);
 }
 
 static bool pick_local(const struct rt_pick_args *a, struct rt_pick *ret)
@@ -117,13 +183,16 @@ static bool pick_local(const struct rt_pick_args *a, struct rt_pick *ret)
 
     for (size_t i = 0; i < a->n; i++) {
         if (can_local(&a->nodes[i])) {
-            consider(&b, (int)i, local_cost(&a->nodes[i]));
+            consider(&b, (int)i, alone_cost(a, &a->nodes[i]), a->nodes[i].excluded);
         }
     }
     if (b.idx < 0) {
         return false;
     }
-    *ret = (struct rt_pick){RT_PATH_LOCAL, -1, b.idx};
+    *ret = (struct rt_pick){.path = RT_PATH_LOCAL,
+                            .prefill = -1,
+                            .decode = b.idx,
+                            .est = rt_cost_prompt(a, &a->nodes[b.idx])};
     return true;
 }
 
@@ -167,7 +236,19 @@ static bool has_failed(const struct rt_pick_args *a, const struct rt_pick *p)
     return a->nodes[p->decode].excluded || (p->prefill >= 0 && a->nodes[p->prefill].excluded);
 }
 
-/* A pair first; a node on its own rather than a pair of which the request has seen the failure. */
+/* Whether `alone` is cheaper than the pair. What a decode node takes to compute a prompt must have
+ * been seen, not guessed. */
+static bool
+is_cheaper(const struct rt_pick_args *a, const struct rt_pick *alone, const struct rt_pick *pair)
+{
+    const struct rt_node_view *v = &a->nodes[alone->decode], *d = &a->nodes[pair->decode];
+
+    return a->handoff_s > 0 && v->speed && v->speed->n_prompt >= RT_LOCAL_SEEN &&
+           alone_cost(a, v) <
+               rt_estimate_cost(&pair->est) + a->handoff_s + rt_cost_answer(a, d, false);
+}
+
+/* A pair, unless a node on its own is cheaper, or the request has seen the failure of the pair. */
 static bool pick_auto(const struct rt_pick_args *a, struct rt_pick *ret)
 {
     struct rt_pick alone;
@@ -175,17 +256,34 @@ static bool pick_auto(const struct rt_pick_args *a, struct rt_pick *ret)
     if (!pick_pair(a, ret)) {
         return pick_local(a, ret);
     }
-    if (has_failed(a, ret) && pick_local(a, &alone) && !has_failed(a, &alone)) {
+    if (pick_local(a, &alone) && !has_failed(a, &alone) &&
+        (has_failed(a, ret) || is_cheaper(a, &alone, ret))) {
         *ret = alone;
     }
     return true;
 }
 
-int rt_policy_pick(const struct rt_pick_args *a, struct rt_pick *ret_pick, struct bt_err *err)
+static double busy_mean(const struct rt_pick_args *a)
 {
+    double sum = 0;
+    size_t n = 0;
+
+    for (size_t i = 0; i < a->n; i++) {
+        if (can_prefill(&a->nodes[i])) {
+            sum += a->nodes[i].busy;
+            n++;
+        }
+    }
+    return n ? sum / (double)n : 0;
+}
+
+int rt_policy_pick(const struct rt_pick_args *args, struct rt_pick *ret_pick, struct bt_err *err)
+{
+    struct rt_pick_args own = *args, *a = &own;
     bool small = a->path == RT_PATH_AUTO && a->n_prompt < a->local_below_tokens;
     bool picked;
 
+    own.busy_mean = busy_mean(args);
     if (a->path == RT_PATH_LOCAL || small) {
         picked = pick_local(a, ret_pick);
     } else if (a->path == RT_PATH_DIRECT) {

@@ -1,18 +1,45 @@
-/* Choice of nodes for a request: a pure function of what is known of the nodes.
+/* Choice of nodes for a request: a pure function of what is known of the nodes. The router and the
+ * replay tool (tests/bench/run replay) use the same code.
  *
- * Costs are outstanding work: on a prefill node the prompt tokens that are not computed yet, as it
- * last reported plus what this router has sent since; on a decode node its requests, and how full
- * its pool is. The least cost wins, ties fall to `ticket` (a random number), so that idle nodes
- * share the traffic evenly. Nodes that a request has failed on come last, not never: they may be
- * all there is. */
+ * Costs are seconds. On a prefill node (or for a prompt that a decode node computes itself)
+ *   queue    what it has to compute before: this router's prompts by its own estimate, others' by
+ *            the node's count of tokens
+ *   bring    the blocks of the best prefix that lie in host memory or on disk, by measured time
+ *   compute  the rest, by the node's measured speed; how much is brought and how much computed is
+ *            chosen so that both together are least
+ *   evict    what the new blocks push out of the node's cache: the time to compute that again,
+ *            times the chance that somebody asks for it, which falls with the time since the next
+ *            victim was last used (exp(-age / reuse_s)). So cold prompts go where the cache is
+ *            turned over least, and hit rate and balance both gain.
+ *   share    the time to compute, times how much busier than the mean the node was in the last
+ *            minutes: prefixes that many ask for do not gather more and more of them on one node
+ * On a decode node: the time of the answer's tokens in a batch with one row more, the handoff of
+ * what it lacks, and what it has to push out or wait for to have the pages. AUTO computes a prompt
+ * on the decode node when that is cheaper than a handoff, the rows it stalls counted.
+ *
+ * The least cost wins; costs that differ by less than models err are ties and fall to `ticket` (a
+ * random number), so that idle nodes share the traffic evenly. Nodes that a request has failed on
+ * come last, not never: they may be all there is. */
 #ifndef RT_POLICY_H
 #define RT_POLICY_H
 
 #include "common/base/rc.h"
+#include "router/index/index.h"
+#include "router/speed.h"
 
 enum rt_role { RT_ROLE_PREFILL, RT_ROLE_DECODE, RT_ROLE_BOTH };
 /* STORE: a pair as for DIRECT, with a daemon of the store between them (stores.c). */
 enum rt_path { RT_PATH_AUTO, RT_PATH_DIRECT, RT_PATH_LOCAL, RT_PATH_STORE };
+
+/* How the prefill node is chosen; all but the first are there to be compared with. */
+enum rt_route {
+    RT_ROUTE_COST,
+    RT_ROUTE_RANDOM,
+    RT_ROUTE_ROUND_ROBIN,
+    RT_ROUTE_LEAST_LOADED,
+    RT_ROUTE_LONGEST_PREFIX,
+};
+extern const char *const rt_route_names[]; /* in that order, NULL at the end */
 
 /* What decides whether two nodes may exchange KV. */
 struct rt_compat {
@@ -21,29 +48,55 @@ struct rt_compat {
     uint32_t weight_epoch;
 };
 
+/* A routing target. Zero where nothing is known. */
 struct rt_node_view {
     const char *name;
     enum rt_role role;
     bool ready;
     bool excluded; /* the request has failed on it */
     const struct rt_compat *compat;
-    uint64_t tokens_outstanding;
+    const struct rt_speed *speed; /* NULL = an ordinary node */
+    double queue_s;               /* of this router's prompts there */
+    uint64_t tokens_outstanding;  /* of prompts, besides those */
     uint32_t requests_outstanding;
-    uint32_t pages_free, pages_total;
+    uint32_t pages_free, pages_total; /* free: cached ones included */
+    uint32_t pages_unused;            /* of pages_free: hold nothing */
+    uint32_t page_tokens, block_tokens, step_tokens;
+    double busy;     /* share of the last minutes that it computed */
+    double oldest_s; /* since the next victim of the cache was used */
+    struct rt_run run;
+    double block_s[RT_INDEX_TIERS]; /* to bring a block of the tier; 0 = not known, not used */
 };
 
 struct rt_pick_args {
     const struct rt_node_view *nodes;
     size_t n;
     enum rt_path path;
+    enum rt_route route;
     size_t n_prompt;           /* with what was answered already */
+    size_t n_answer;           /* tokens that are expected */
     size_t local_below_tokens; /* AUTO: shorter prompts are computed by the decode node */
+    double handoff_s;          /* what a handoff costs the second token; 0 = not known: AUTO then
+                                  takes a pair where there is one */
+    double handoff_token_s;    /* and each token's KV */
+    double reuse_s;            /* 0 = evicting is free */
+    double busy_mean;          /* of the candidates; filled in by rt_policy_pick */
     uint64_t ticket;
+    uint64_t turn; /* ROUND_ROBIN */
+    uint64_t now_ns;
+};
+
+/* What is expected of the prompt on the node that computes it. */
+struct rt_estimate {
+    double queue_s, bring_s, compute_s, evict_s, share_s;
+    uint32_t cached_blocks;
+    uint32_t tier_blocks[RT_INDEX_TIERS]; /* of them, by the fastest tier */
 };
 
 struct rt_pick {
     enum rt_path path;   /* DIRECT or LOCAL */
     int prefill, decode; /* indexes into nodes; prefill is -1 on LOCAL */
+    struct rt_estimate est;
 };
 
 /* BT_OK or BT_E_UNAVAILABLE, whose text names what is missing. */

@@ -47,6 +47,7 @@ static void on_note(struct bt_msg *msg, void *consumer)
     for (size_t i = 0; i < note->n_events; i++) {
         add(s, &note->events[i]);
     }
+    s->cache.busy_us += note->sample.us;
     if (note->sample.us > 0) {
         s->cache.samples[s->cache.n_samples++ % KN_N_SAMPLES] = note->sample;
     }
@@ -227,6 +228,7 @@ void kn_cache_fill_load(struct kn_serve *s, struct kn_cache_load *buf, Baton__V1
 {
     uint64_t n = BT_MIN(s->cache.n_samples, (uint64_t)KN_N_SAMPLES);
 
+    m->busy_us = s->cache.busy_us;
     m->cache_seq = kv_event_log_seq(s->cache.log);
     for (unsigned t = 0; t < KV_EVENT_TIERS; t++) {
         struct kv_digest d = kv_event_log_digest(s->cache.log, t);

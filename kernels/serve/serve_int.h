@@ -59,7 +59,8 @@ struct kn_serve {
         struct kv_event_log *log;
         struct kv_event *batch;
         struct kn_step_sample samples[KN_N_SAMPLES]; /* the last ones, in a ring */
-        uint64_t n_samples;                          /* since the last load that told them */
+        uint64_t busy_us;
+        uint64_t n_samples; /* since the last load that told them */
     } cache;
 };
 

@@ -1,0 +1,357 @@
+/* Replays a trace against a simulated cluster with the router's own code: which policy finds how
+ * much of the cache, how evenly, and what it means for the time to the first token. Also the way to
+ * ask what a cluster of another size or speed would do.
+ *
+ *   bench_replay --trace FILE --nodes N --blocks B [--policy P] [--json] [--delay-ms N] [--loss
+ * PCT]
+ *                [--seeds N] [--routers N] [--requests N] [--first N] [--divide N] [--exact]
+ *                [--block-tokens N] [--tokens-per-s N] [--slow-node X] [--limit S] [--reuse S]
+ *
+ * P: cost (ours), random, round_robin, least_loaded, longest_prefix, all. A block of the trace is
+ * 512 tokens. --divide shrinks lengths and blocks; --exact counts only what a node can reuse: whole
+ * blocks, and never all of a prompt (without it every block of the trace may hit, as in replays
+ * that others publish). Times are compressed by --speedup. */
+#include "tests/bench/replay.h"
+
+#include "common/base/buf.h"
+#include "common/thr/time.h"
+
+#include <getopt.h>
+#include <jansson.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+struct opts {
+    const char *trace, *policy;
+    bool json, exact;
+    unsigned seeds, divide, trace_block;
+    size_t requests, first;
+    double limit_s, speedup, max_tokens;
+    struct replay_cfg cfg;
+};
+
+struct trace {
+    struct replay_request *r;
+    size_t n, cap;
+};
+
+static int add_request(const struct opts *o, struct trace *t, json_t *line)
+{
+    json_t *ids = json_object_get(line, "hash_ids");
+    double ms = json_number_value(json_object_get(line, "timestamp"));
+    uint32_t n_tokens =
+        (uint32_t)json_integer_value(json_object_get(line, "input_length")) / o->divide;
+    size_t n = json_array_size(ids);
+    uint32_t *copy = bt_calloc(n + 1, sizeof(*copy));
+
+    if (!copy || n == 0) {
+        free(copy);
+        return -1;
+    }
+    for (size_t i = 0; i < n; i++) {
+        copy[i] = (uint32_t)json_integer_value(json_array_get(ids, i));
+    }
+    if (o->exact) {
+        n = BT_MIN(n, (size_t)n_tokens / o->cfg.block_tokens);
+    } else {
+        n_tokens = (uint32_t)n * o->cfg.block_tokens + 1;
+    }
+    if (n_tokens == 0 || n_tokens > o->max_tokens) {
+        free(copy);
+        return 0;
+    }
+    if (t->n == t->cap) {
+        size_t cap = BT_MAX(2 * t->cap, (size_t)1024);
+        void *p = realloc(t->r, cap * sizeof(*t->r));
+
+        if (!p) {
+            free(copy);
+            return -1;
+        }
+        t->r = p;
+        t->cap = cap;
+    }
+    t->r[t->n++] = (struct replay_request){.at_ns = (uint64_t)(ms * 1e6 / o->speedup),
+                                           .n_tokens = n_tokens,
+                                           .n_blocks = (uint32_t)n,
+                                           .ids = copy};
+    return 0;
+}
+
+static int load_trace(const struct opts *o, struct trace *t)
+{
+    FILE *f = fopen(o->trace, "r");
+    char *line = NULL;
+    size_t cap = 0, n_line = 0;
+    int rc = 0;
+
+    if (!f) {
+        perror(o->trace);
+        return -1;
+    }
+    while (rc == 0 && t->n < o->requests && getline(&line, &cap, f) > 0) {
+        json_error_t err;
+        json_t *j = json_loads(line, 0, &err);
+
+        if (++n_line > o->first) {
+            rc = j ? add_request(o, t, j) : -1;
+        }
+        if (rc < 0) {
+            fprintf(stderr, "%s:%zu: no request (%s)\n", o->trace, n_line, j ? "" : err.text);
+        }
+        json_decref(j);
+    }
+    free(line);
+    fclose(f);
+    for (size_t i = t->n; i-- > 0;) {
+        t->r[i].at_ns -= t->r[0].at_ns;
+    }
+    return rc < 0 || t->n == 0 ? -1 : 0;
+}
+
+static void print(const struct opts *o, const char *policy, const char *metric, double v, double sd)
+{
+    const struct replay_cfg *c = &o->cfg;
+
+    if (o->json) {
+        printf("{\"bench\":\"replay\",\"case\":\"%s %ux%u\",\"metric\":\"%s\",\"value\":%.4f,"
+               "\"unit\":\"%s\",\"sd\":%.4f}\n",
+               policy, c->nodes, c->blocks, metric, v,
+               strstr(metric, "_percent")   ? "percent"
+               : strncmp(metric, "ttft", 4) ? "1"
+                                            : "s",
+               sd);
+    } else {
+        printf("  %-22s %10.3f  +- %.3f\n", metric, v, sd);
+    }
+}
+
+/* Mean and deviation over the seeds of each figure. */
+static void run_policy(const struct opts *o, const struct trace *t, enum rt_route route)
+{
+    static const char *const names[] = {
+        "hit_rate_percent", "expected_percent", "imbalance", "ttft_mean_s", "ttft_p50_s",
+        "ttft_p99_s",       "goodput_percent",  "busy",      "speed_error"};
+    double sum[9] = {0}, square[9] = {0};
+    struct replay_cfg c = o->cfg;
+
+    c.requests = t->r;
+    c.n_requests = t->n;
+    c.route = route;
+    for (unsigned s = 0; s < o->seeds; s++) {
+        struct replay_result r;
+
+        c.seed = s + 1;
+        r = replay_run(&c, o->limit_s);
+        {
+            const double v[] = {r.hit_percent, r.expected_percent, r.imbalance,    r.ttft_mean_s,
+                                r.ttft_p50_s,  r.ttft_p99_s,       r.good_percent, r.busy,
+                                r.speed_error};
+
+            for (size_t i = 0; i < BT_ARRAY_LEN(v); i++) {
+                sum[i] += v[i];
+                square[i] += v[i] * v[i];
+            }
+        }
+        if (!o->json && s == 0) {
+            printf("%s: %u nodes x %u blocks, %zu requests, %u seeds; first seed: %llu changes, "
+                   "%llu gaps, %llu drifts, %llu snapshots\n",
+                   rt_route_names[route], c.nodes, c.blocks, t->n, o->seeds,
+                   (unsigned long long)r.changes, (unsigned long long)r.gaps,
+                   (unsigned long long)r.drifts, (unsigned long long)r.snapshots);
+        }
+    }
+    for (size_t i = 0; i < BT_ARRAY_LEN(names); i++) {
+        double mean = sum[i] / o->seeds;
+
+        print(o, rt_route_names[route], names[i], mean,
+              sqrt(fmax(square[i] / o->seeds - mean * mean, 0)));
+    }
+    fflush(stdout);
+}
+
+static void usage(void)
+{
+    fprintf(stderr, "bench_replay --trace FILE --nodes N --blocks B [--policy cost|random|"
+                    "round_robin|least_loaded|longest_prefix|all] [--json] ...\n");
+}
+
+enum option_id {
+    O_TRACE = 1,
+    O_NODES,
+    O_BLOCKS,
+    O_POLICY,
+    O_JSON,
+    O_DELAY,
+    O_LOSS,
+    O_SEEDS,
+    O_ROUTERS,
+    O_REQUESTS,
+    O_FIRST,
+    O_DIVIDE,
+    O_EXACT,
+    O_BLOCK_TOKENS,
+    O_RATE,
+    O_SLOW,
+    O_LIMIT,
+    O_REUSE,
+    O_SPEEDUP,
+    O_MAX_TOKENS,
+};
+
+static bool take_option(struct opts *o, int c)
+{
+    double v = optarg ? strtod(optarg, NULL) : 0;
+    unsigned u = v >= 0 && v < 4e9 ? (unsigned)v : 0;
+
+    switch (c) {
+    case O_TRACE:
+        o->trace = optarg;
+        break;
+    case O_NODES:
+        o->cfg.nodes = u;
+        break;
+    case O_BLOCKS:
+        o->cfg.blocks = u;
+        break;
+    case O_POLICY:
+        o->policy = optarg;
+        break;
+    case O_JSON:
+        o->json = true;
+        break;
+    case O_DELAY:
+        o->cfg.delay_ns = (uint64_t)(v * 1e6);
+        break;
+    case O_LOSS:
+        o->cfg.loss = u;
+        break;
+    case O_SEEDS:
+        o->seeds = u;
+        break;
+    case O_ROUTERS:
+        o->cfg.routers = u;
+        break;
+    case O_REQUESTS:
+        o->requests = u;
+        break;
+    case O_FIRST:
+        o->first = u;
+        break;
+    case O_DIVIDE:
+        o->divide = u;
+        break;
+    case O_EXACT:
+        o->exact = true;
+        break;
+    case O_BLOCK_TOKENS:
+        o->trace_block = u;
+        break;
+    case O_RATE:
+        o->cfg.token_s = 1 / v;
+        break;
+    case O_SLOW:
+        o->cfg.slow_node = v;
+        break;
+    case O_LIMIT:
+        o->limit_s = v;
+        break;
+    case O_REUSE:
+        o->cfg.reuse_s = v;
+        break;
+    case O_SPEEDUP:
+        o->speedup = v;
+        break;
+    case O_MAX_TOKENS:
+        o->max_tokens = v;
+        break;
+    default:
+        return false;
+    }
+    return true;
+}
+
+static bool is_sane(const struct opts *o)
+{
+    const struct replay_cfg *c = &o->cfg;
+
+    return o->trace && c->nodes >= 1 && c->nodes <= 1024 && c->blocks >= 16 && o->seeds >= 1 &&
+           o->divide >= 1 && c->routers >= 1 && c->routers <= 16 && o->trace_block >= o->divide &&
+           c->token_s > 0 && isfinite(c->token_s) && o->speedup > 0 && c->slow_node > 0;
+}
+
+int main(int argc, char **argv)
+{
+    static const struct option options[] = {{"trace", 1, NULL, O_TRACE},
+                                            {"nodes", 1, NULL, O_NODES},
+                                            {"blocks", 1, NULL, O_BLOCKS},
+                                            {"policy", 1, NULL, O_POLICY},
+                                            {"json", 0, NULL, O_JSON},
+                                            {"delay-ms", 1, NULL, O_DELAY},
+                                            {"loss", 1, NULL, O_LOSS},
+                                            {"seeds", 1, NULL, O_SEEDS},
+                                            {"routers", 1, NULL, O_ROUTERS},
+                                            {"requests", 1, NULL, O_REQUESTS},
+                                            {"first", 1, NULL, O_FIRST},
+                                            {"divide", 1, NULL, O_DIVIDE},
+                                            {"exact", 0, NULL, O_EXACT},
+                                            {"block-tokens", 1, NULL, O_BLOCK_TOKENS},
+                                            {"tokens-per-s", 1, NULL, O_RATE},
+                                            {"slow-node", 1, NULL, O_SLOW},
+                                            {"limit", 1, NULL, O_LIMIT},
+                                            {"reuse", 1, NULL, O_REUSE},
+                                            {"speedup", 1, NULL, O_SPEEDUP},
+                                            {"max-tokens", 1, NULL, O_MAX_TOKENS},
+                                            {0}};
+    struct opts o = {.policy = "cost",
+                     .seeds = 10,
+                     .divide = 1,
+                     .trace_block = 512,
+                     .requests = SIZE_MAX,
+                     .limit_s = 5,
+                     .speedup = 1,
+                     .max_tokens = INFINITY,
+                     .cfg = {.routers = 1,
+                             .delay_ns = BT_NS_PER_MS,
+                             .heartbeat_ns = 500 * BT_NS_PER_MS,
+                             .step_s = 5e-3,
+                             .token_s = 1.0 / 8192,
+                             .pair_s = 1e-9,
+                             .step_tokens = 2048,
+                             .noise = 0.02,
+                             .slow_node = 1,
+                             .reuse_s = 1200}};
+    struct trace t = {0};
+    bool found = false;
+    int c;
+
+    while ((c = getopt_long(argc, argv, "", options, NULL)) != -1) {
+        if (!take_option(&o, c)) {
+            usage();
+            return 2;
+        }
+    }
+    if (!is_sane(&o)) {
+        usage();
+        return 2;
+    }
+    o.cfg.block_tokens = o.trace_block / o.divide;
+    if (load_trace(&o, &t) < 0) {
+        return 1;
+    }
+    for (unsigned p = 0; rt_route_names[p]; p++) {
+        if (strcmp(o.policy, "all") == 0 || strcmp(o.policy, rt_route_names[p]) == 0) {
+            run_policy(&o, &t, (enum rt_route)p);
+            found = true;
+        }
+    }
+    for (size_t i = 0; i < t.n; i++) {
+        free((void *)(uintptr_t)t.r[i].ids);
+    }
+    free(t.r);
+    if (!found) {
+        usage();
+    }
+    return found ? 0 : 2;
+}
