@@ -212,15 +212,20 @@ int kv_disk_write(struct kv_disk *d, const struct kv_blob_meta *m, void *const *
 {
     struct kv_disk_name name = {m->root, m->key, m->generation};
     char root[33], path[PATH_LEN], tmp[PATH_LEN];
-    int fd, rc;
+    int fd = -1, rc;
 
     root_path(&m->root, root);
     file_path(&name, "", path);
     file_path(&name, ".tmp", tmp);
-    if (mkdirat(d->dir, root, 0700) != 0 && errno != EEXIST) {
-        return rc_of(errno);
+    for (int i = 0; i < 2; i++) { /* the scan may take an empty directory away in between */
+        if (mkdirat(d->dir, root, 0700) != 0 && errno != EEXIST) {
+            return rc_of(errno);
+        }
+        fd = openat(d->dir, tmp, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+        if (fd >= 0 || errno != ENOENT) {
+            break;
+        }
     }
-    fd = openat(d->dir, tmp, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
     if (fd < 0) {
         return rc_of(errno);
     }
@@ -417,6 +422,7 @@ void kv_disk_scan(struct kv_disk *d, struct kv_disk_scan *scan)
     while (dir && (e = readdir(dir)) && !scan->stop(scan->arg)) {
         if (strlen(e->d_name) == 32 && get_hex(e->d_name, root, 16)) {
             list_root(d, e->d_name, scan, &l);
+            unlinkat(d->dir, e->d_name, AT_REMOVEDIR); /* goes if it is empty */
         }
     }
     if (dir) {

@@ -2,8 +2,9 @@
  * that making room finds it written and only lets go. Thread "tier-sink"; and the thread
  * "tier-scan", which reads the directory in at the start.
  *
- * Once host memory is three quarters full, the oldest quarter of each list is to be on disk. If
- * most of that quarter is not, writing does not keep up: what was used again goes first then,
+ * Once host memory is three quarters full, the oldest quarter of each list, or its first
+ * 256 blobs, is to be on disk. If
+ * most of that is not, writing does not keep up: what was used again goes first then,
  * wherever it is, and what finds no time is given up unwritten. Writing follows a rate; a write
  * that fails (full disk, read-only, broken) is followed by a pause that doubles, and goes on when
  * it works again. */
@@ -17,6 +18,8 @@
 #define PAUSE_MIN_NS (100 * BT_NS_PER_MS)
 #define PAUSE_MAX_NS (5 * BT_NS_PER_S)
 #define VICTIMS      64
+#define WINDOW_MAX   256  /* blobs of a list that are looked at: the lock is held meanwhile */
+#define REUSED_MAX   4096 /* likewise, when writing does not keep up */
 
 void kv_sink_wake(struct kv_tiers *t)
 {
@@ -34,11 +37,16 @@ static bool to_write(const struct kv_blob *b)
 
 static struct kv_blob *pick_reused(struct kv_tiers *t, int cls)
 {
+    uint32_t n = 0;
+
     bt_list_for_each (l, &t->host_lru[cls]) {
         struct kv_blob *b = BT_LIST_ENTRY(l, struct kv_blob, in_host);
 
         if (to_write(b) && b->n_uses > 0) {
             return b;
+        }
+        if (++n == REUSED_MAX) {
+            break;
         }
     }
     return NULL;
@@ -51,11 +59,12 @@ static struct kv_blob *pick_oldest(struct kv_tiers *t, int cls)
     uint64_t used = (uint64_t)c->n_chunks * t->arena.chunk_bytes - c->n_free * c->piece_bytes;
     uint64_t window = used / 4, seen = 0, unwritten = 0;
     struct kv_blob *first = NULL, *reused = NULL;
+    uint32_t n = 0;
 
     bt_list_for_each (l, &t->host_lru[cls]) {
         struct kv_blob *b = BT_LIST_ENTRY(l, struct kv_blob, in_host);
 
-        if (seen >= window) {
+        if (seen >= window || n++ == WINDOW_MAX) {
             break;
         }
         seen += kv_blob_size(b);
@@ -64,7 +73,7 @@ static struct kv_blob *pick_oldest(struct kv_tiers *t, int cls)
             first = first ? first : b;
         }
     }
-    if (2 * unwritten > window) { /* does not keep up */
+    if (2 * unwritten > BT_MIN(seen, window)) { /* does not keep up */
         reused = pick_reused(t, cls);
     }
     return reused ? reused : first;

@@ -728,6 +728,90 @@ static void *use(void *arg)
     return NULL;
 }
 
+struct server {
+    struct world w; /* for its hasher */
+    uint32_t seed, n_served, n_taken;
+    atomic_bool stop;
+    bool wrong;
+};
+
+/* Hands one block out as a block server does. */
+static void serve(struct server *v, struct chain *c)
+{
+    struct kv_run run = kv_run_of(&c->c, 0, BLOCK, 0);
+    struct kv_blob *blobs[MAX_CHAIN];
+    uint32_t n = kv_tiers_pin(v->w.tiers, &run, blobs);
+    atomic_int rc = BT_PENDING;
+    struct kv_bring bring = {.done = brought, .arg = &rc};
+
+    if (n > 0) {
+        const struct kv_blob_meta *m;
+
+        bring.blob = blobs[n - 1];
+        kv_tiers_bring(v->w.tiers, &bring);
+        v->wrong |= !eventually(bring_over, &rc);
+        m = kv_blob_meta(bring.blob);
+        for (uint32_t l = 0; l < N_LAYERS && atomic_load(&rc) == BT_OK; l++) {
+            const void *p = kv_blob_layer(v->w.tiers, bring.blob, l);
+
+            v->wrong |= !p || kv_blob_sum(p, m->shape.layer_bytes) != m->sums[l];
+            v->n_served++;
+        }
+    }
+    kv_tiers_unpin(v->w.tiers, blobs, n);
+}
+
+/* Takes one in, with the bytes that an engine would have written, or gives up half-way. */
+static void take_in(struct server *v, struct chain *c, uint32_t i)
+{
+    struct kv_run run = kv_run_of(&c->c, i, BLOCK, 0);
+    uint64_t prefix = run.prefix, sums[N_LAYERS];
+    struct kv_blob_meta m;
+    struct kv_blob *b;
+    uint32_t pages[2];
+
+    kv_run_at(&run, 0, &prefix, &m);
+    m.shape = kv_blob_shape_of(kv_pool_layout(v->w.pool), BLOCK);
+    if (kv_tiers_reserve(v->w.tiers, &m, &b) != BT_OK) {
+        return;
+    }
+    v->wrong |= kv_pool_take(v->w.pool, 2, KV_OWNER_SEQ, KV_PAGE_NONE, pages) != BT_OK;
+    for (uint32_t l = 0; l < N_LAYERS; l++) {
+        for (uint32_t p = 0; p < 2; p++) {
+            fill_page(kv_pool_page(v->w.pool, (int)l, pages[p]), c, i, p, (int)l);
+        }
+        sums[l] =
+            kv_blob_gather_sum(v->w.pool, pages, BLOCK, (int)l, kv_blob_layer(v->w.tiers, b, l));
+    }
+    kv_pool_give(v->w.pool, pages, 2, KV_OWNER_SEQ);
+    if (draw(&v->seed, 3) == 0) {
+        kv_tiers_abort(v->w.tiers, b);
+        return;
+    }
+    kv_tiers_commit(v->w.tiers, b, sums);
+    kv_tiers_unpin(v->w.tiers, &b, 1);
+    v->n_taken++;
+}
+
+static void *be_server(void *arg)
+{
+    struct server *v = arg;
+    struct chain *c = calloc(1, sizeof(*c));
+    struct kv_tiers_held held[7];
+    uint64_t cursor = 0;
+
+    while (!atomic_load(&v->stop)) {
+        uint32_t n = 1 + draw(&v->seed, 8);
+
+        chain_make(&v->w, c, draw(&v->seed, 4), 1 + draw(&v->seed, 3), 10 + draw(&v->seed, 12), n);
+        serve(v, c);
+        take_in(v, c, draw(&v->seed, n));
+        v->wrong |= kv_tiers_held(v->w.tiers, &cursor, held, 7) > 7;
+    }
+    free(c);
+    return NULL;
+}
+
 static void vandal(void *arg, const char *path)
 {
     uint32_t *seed = arg;
@@ -753,6 +837,8 @@ static void test_random_work_of_many(void **state)
 {
     struct user *u = calloc(N_USERS, sizeof(*u));
     pthread_t threads[N_USERS];
+    struct server *v = calloc(1, sizeof(*v));
+    pthread_t server;
     struct world w;
     uint32_t loaded = 0, seed = 99;
 
@@ -766,6 +852,10 @@ static void test_random_work_of_many(void **state)
         u[i].seed = i + 1;
         assert_int_equal(pthread_create(&threads[i], NULL, use, &u[i]), 0);
     }
+    world_make(&v->w, 8, 1);
+    v->w.tiers = w.tiers;
+    v->seed = 77;
+    assert_int_equal(pthread_create(&server, NULL, be_server, v), 0);
     for (int i = 0; i < 30; i++) {
         usleep(10000);
         files_of(w.dir, ".kv", vandal, &seed);
@@ -777,7 +867,13 @@ static void test_random_work_of_many(void **state)
         assert_false(u[i].wrong);
         loaded += u[i].loaded;
     }
-    assert_true(loaded > 0);
+    atomic_store(&v->stop, true);
+    pthread_join(server, NULL);
+    v->w.tiers = NULL;
+    world_free(&v->w);
+    assert_false(v->wrong);
+    assert_true(loaded > 0 && v->n_served > 0 && v->n_taken > 0);
+    free(v);
     assert_int_equal(kv_tiers_stats(w.tiers).n_loads, 0);
     assert_int_equal(kv_tiers_stats(w.tiers).queued_bytes, 0);
     restart(&w);
