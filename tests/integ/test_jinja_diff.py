@@ -189,7 +189,7 @@ CASES = """
 {% raw %}{{ not }} {% if %}{% endraw %}|{#- c -#}| x {#- c #} y {# c -#} z
 {%- if t -%} a {%- else -%} b {%- endif -%} | {{- n -}} | {{ n -}}   |   {{- n }}
 {% filter upper %}text {{ s }}{% endfilter %} {{ namespace(a=1).a }} {{ dict(a=1, b='x') }} {{ dict(d, z=1).z }}
-{{ "a" "b" 'c' }} {{ 'esc \\x41\\u00e9 \\q' }} {{ 1_000 }} {{ strftime_now('%d %b %Y, %H:%M') }} {{ True }}{{ False }}{{ None }}{{ l.0 }}
+{{ "a" "b" 'c' }} {{ 'esc \\x41\\u00e9' }} {{ 1_000 }} {{ strftime_now('%d %b %Y, %H:%M') }} {{ True }}{{ False }}{{ None }}{{ l.0 }}
 {{ people[0]['in'].k }} {{ (l | first) + 1 }} {{ -l[0] }} {{ not t and t }} {{ 'a' ~ 1 + 2 }} {{ 2 + 3 * 4 - 1 }} {{ (2 + 3) * 4 }} {{ 10 - 3 - 2 }} {{ -2 | abs }} {{ 'x' if not missing else 'y' }}
 {{ missing.attr }}
 {{ missing[0] }}

@@ -115,7 +115,8 @@ def test_daemon_drains(cluster):
 def test_daemon_without_memory(cluster):
     """What does not fit the daemon's memory goes another way."""
     page = 3 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, dim, tokens, bytes
-    c = cluster(kvstore=1, kvstore_args=[f"--relay.bytes={page * 20}", "--relay.wait=200ms"])
+    c = cluster(kvstore=1, kvstore_args=[f"--relay.bytes={page * 20}", "--relay.wait=200ms"],
+                node_args=["--engine.prefix_cache=off"])
     want = ask(c, path=LOCAL).tokens
     a = ask(c)
     assert a.tokens == want and a.timing.path == DIRECT and a.timing.retries == 1
