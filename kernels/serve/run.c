@@ -33,11 +33,20 @@ static void on_step(struct bt_msg *msg, void *consumer)
     kn_session_step(consumer, BT_CONTAINER_OF(msg, struct kn_step, msg));
 }
 
+/* Empties the box once. Emptied again, it would let a push post steps_msg that is still with the
+ * loop, for a push in between. */
 static void on_steps(struct bt_msg *msg, void *loop)
 {
     struct kn_serve *s = BT_CONTAINER_OF(msg, struct kn_serve, steps_msg);
+    struct bt_list batch, *it;
 
-    bt_mailbox_drain(&s->steps, s);
+    bt_list_init(&batch);
+    bt_mailbox_detach(&s->steps, &batch);
+    while ((it = bt_list_pop_front(&batch)) != NULL) {
+        struct bt_msg *m = BT_CONTAINER_OF(it, struct bt_msg, link);
+
+        m->handle(m, s);
+    }
 }
 
 /* [engine thread] */
