@@ -493,6 +493,10 @@ static void one_round(struct kv_keeperd *k)
     if (poll(k->polls, n, timeout_ms(k, bt_now_ns())) < 0) {
         return; /* a signal */
     }
+    if (k->polls[0].revents) {
+        bt_eventfd_clear(k->wake_fd);
+        k->stop = true;
+    }
     /* Ends first: a successor's request must not find a dead owner. */
     for (uint32_t i = owners; i < n; i++) {
         if (k->polls[i].revents) {
@@ -521,16 +525,14 @@ static void one_round(struct kv_keeperd *k)
 
 void kv_keeperd_run(struct kv_keeperd *k)
 {
-    /* Pairs with the release in stop. */
-    while (!__atomic_load_n(&k->stop, __ATOMIC_ACQUIRE)) {
+    while (!k->stop) {
         one_round(k);
     }
 }
 
 void kv_keeperd_stop(struct kv_keeperd *k)
 {
-    __atomic_store_n(&k->stop, true, __ATOMIC_RELEASE);
-    bt_eventfd_wake(&k->wake_fd);
+    bt_eventfd_wake(&k->wake_fd); /* its last touch of k: run ends behind it, then k may go */
 }
 
 /* ---- life ---- */

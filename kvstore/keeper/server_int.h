@@ -50,7 +50,7 @@ struct kv_keeperd {
     struct kv_keeper_conf conf;
     char path[sizeof(((struct sockaddr_un *)0)->sun_path)];
     int lock_fd, listen_fd, wake_fd;
-    bool stop; /* atomic */
+    bool stop; /* told through wake_fd */
     struct bt_list clients, owners, regions;
     uint32_t n_clients, n_owners, n_regions;
     uint64_t bytes; /* of all regions */
