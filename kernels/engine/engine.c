@@ -177,7 +177,45 @@ static void publish_stats(struct kn_engine *e)
 struct layer_arg {
     struct kn_engine *e;
     const struct kn_step_plan *plan;
+    uint64_t waited_ns; /* for loads, in this step */
 };
+
+/* Any thread. */
+static void on_progress(void *arg)
+{
+    struct kn_engine *e = arg;
+
+    pthread_mutex_lock(&e->progress_lock);
+    e->progress++;
+    pthread_cond_signal(&e->progress_cond);
+    pthread_mutex_unlock(&e->progress_lock);
+}
+
+/* Stands still until the loads of the plan's rows have come to `layer`, or the step has waited for
+ * as long as it may: then these rows were for nothing. */
+static void on_layer_wait(void *arg, int layer)
+{
+    struct layer_arg *a = arg;
+    struct kn_engine *e = a->e;
+    uint64_t begin = bt_now_ns(), left = a->plan->stall_ns, end, waited;
+    struct timespec until;
+
+    if (kn_sched_layer_ready(e->sched, a->plan, layer)) {
+        return;
+    }
+    left = left > a->waited_ns ? left - a->waited_ns : 0;
+    end = begin + left;
+    until = (struct timespec){.tv_sec = (time_t)(end / BT_NS_PER_S),
+                              .tv_nsec = (long)(end % BT_NS_PER_S)};
+    pthread_mutex_lock(&e->progress_lock);
+    while (!kn_sched_layer_ready(e->sched, a->plan, layer) &&
+           pthread_cond_timedwait(&e->progress_cond, &e->progress_lock, &until) == 0) {
+    }
+    pthread_mutex_unlock(&e->progress_lock);
+    waited = bt_now_ns() - begin;
+    a->waited_ns += waited;
+    kn_sched_layer_waited(e->sched, a->plan, layer, waited);
+}
 
 static void on_layer_done(void *arg, int layer)
 {
@@ -188,12 +226,14 @@ static void on_layer_done(void *arg, int layer)
 
 static void run_step(struct kn_engine *e, const struct kn_step_plan *plan)
 {
-    struct layer_arg layer = {e, plan};
+    struct layer_arg layer = {e, plan, 0};
     struct kn_exec_args args = {
         .plan = plan,
         .sched = e->sched,
         .layer_done = e->handoff ? on_layer_done : NULL,
         .layer_done_arg = &layer,
+        .layer_wait = plan->n_loading > 0 ? on_layer_wait : NULL,
+        .layer_wait_arg = &layer,
         .drawn = e->drawn,
     };
     struct bt_err err = {.rc = BT_OK};
@@ -209,6 +249,7 @@ static void run_step(struct kn_engine *e, const struct kn_step_plan *plan)
     ns = bt_now_ns() - begin_ns;
     kn_note_step(e, plan, ns);
     kn_sched_measured(e->sched, plan, ns);
+    kn_xfer_step_done(e, plan);
     kn_sched_step_done(e->sched, plan, e->drawn);
 }
 
@@ -244,6 +285,9 @@ static void *engine_main(void *arg)
         plan = kn_sched_plan(e->sched, bt_now_ns());
         if (plan->n_rows > 0) {
             run_step(e, plan);
+        }
+        if (plan->n_loading > 0) {
+            bt_mailbox_drain(&e->mailbox, e); /* the ends of their loads: their tokens go out now */
         }
         publish_stats(e);
         kn_note_flush(e);
@@ -402,6 +446,7 @@ static int create_sched(struct kn_engine *e, struct bt_err *err)
         .always_bring = e->cfg.always_bring,
         .post = post,
         .clock = clock_ns,
+        .progress = on_progress,
         .post_arg = e,
         .max_batch_tokens = e->cfg.max_batch_tokens,
         .max_running = e->cfg.max_running,
@@ -421,6 +466,7 @@ int kn_engine_create(const struct kn_engine_cfg *cfg,
                      struct kn_engine **ret_engine,
                      struct bt_err *err)
 {
+    pthread_condattr_t attr;
     struct kn_engine *e;
     int rc = check_cfg(cfg, err);
 
@@ -435,6 +481,11 @@ int kn_engine_create(const struct kn_engine_cfg *cfg,
     e->wake_fd = -1;
     e->max_ctx = cfg->max_ctx > 0 ? cfg->max_ctx : bt_model_config(cfg->file)->n_ctx;
     bt_mailbox_init(&e->mailbox, bt_eventfd_wake, &e->wake_fd);
+    pthread_mutex_init(&e->progress_lock, NULL);
+    pthread_condattr_init(&attr);
+    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
+    pthread_cond_init(&e->progress_cond, &attr);
+    pthread_condattr_destroy(&attr);
     rc = create_pool(e, err);
     rc = rc < 0 ? rc : create_exec(e, err);
     rc = rc < 0 ? rc : create_index(e, err);
@@ -496,6 +547,8 @@ void kn_engine_destroy(struct kn_engine *e)
     kv_pool_destroy(e->pool);
     kn_keep_fini(e);
     bt_mailbox_fini(&e->mailbox);
+    pthread_cond_destroy(&e->progress_cond);
+    pthread_mutex_destroy(&e->progress_lock);
     bt_close_fd(&e->wake_fd);
     free(e->drawn);
     if (e->secret) {

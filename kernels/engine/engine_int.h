@@ -26,6 +26,10 @@ struct kn_engine {
     int wake_fd;
     pthread_t thread;
     bool started;
+    /* Signalled by sources' threads when loads of rows have come further. */
+    pthread_mutex_t progress_lock;
+    pthread_cond_t progress_cond;
+    uint64_t progress;     /* guarded by the lock: counts signals */
     bool ended_all;        /* engine thread: stop was seen */
     atomic_bool stopping;  /* set by stop, read by submit and the loop */
     atomic_uint n_pending; /* submitted, not yet with the scheduler */
@@ -72,5 +76,8 @@ void kn_keep_fini(struct kn_engine *e);
 extern const struct kn_xfer_ops kn_xfer_handoff;
 /* [engine] Layer `layer` of all rows is there: tells the sends. */
 void kn_xfer_layer_done(struct kn_engine *e, const struct kn_step_plan *plan, int layer);
+
+/* [engine] All layers of all rows are there. */
+void kn_xfer_step_done(struct kn_engine *e, const struct kn_step_plan *plan);
 
 #endif

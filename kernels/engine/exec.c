@@ -105,6 +105,8 @@ int kn_exec_run(struct kn_exec *x, const struct kn_exec_args *a, struct bt_err *
         .logits = x->logits,
         .layer_done = a->layer_done,
         .layer_done_arg = a->layer_done_arg,
+        .layer_wait = a->layer_wait,
+        .layer_wait_arg = a->layer_wait_arg,
     };
     int rc;
 
@@ -121,6 +123,9 @@ int kn_exec_run(struct kn_exec *x, const struct kn_exec_args *a, struct bt_err *
     rc = kn_model_forward(x->model, &batch, err);
     if (rc < 0) {
         return rc;
+    }
+    if (a->layer_wait) {
+        a->layer_wait(a->layer_wait_arg, kv_pool_layout(x->cfg.pool)->n_layers);
     }
     draw(x, a);
     return BT_OK;

@@ -27,6 +27,9 @@ struct kn_exec_args {
     /* As in kn_batch: K and V of all rows are in layer `layer`. NULL = not wanted. */
     void (*layer_done)(void *arg, int layer);
     void *layer_done_arg;
+    /* As in kn_batch; once more before sampling, with the number of layers. */
+    void (*layer_wait)(void *arg, int layer);
+    void *layer_wait_arg;
     struct kn_token *drawn; /* [max_batch_seqs]: plan->n_draws are written, in the order of rows */
 };
 /* Forward pass and sampling. A plan without rows is legal. */

@@ -27,11 +27,12 @@
 #define LOOK_KEEP_NS    (1 * BT_NS_PER_S) /* pins of a request that is not admitted */
 #define LOOK_SHARE      50                /* of the time saved, that waiting for answers may take */
 #define LOOK_MAX_NS     (50 * BT_NS_PER_MS)
+#define LOOK_AGAIN_NS   (BT_NS_PER_MS / 4) /* for the moment to compute behind a load */
 #define LOOK_MIN_NS     (1 * BT_NS_PER_MS)
 #define MAX_REMOTE      2 /* look-ups on other machines for one stay in the queue */
 #define LATE_SHARE      8 /* a load without its first layer may be late by this part of computing */
 
-enum { GATE_CALLING, GATE_ANSWERED, GATE_RETURNED };
+enum { GATE_CALLING, GATE_ANSWERED, GATE_RETURNED, GATE_LOADED };
 
 static uint32_t block_tokens(const struct kn_sched *sched)
 {
@@ -299,8 +300,24 @@ static void on_loaded(struct kv_load *l)
     struct kn_part *part = l->arg;
     struct kn_sched *sched = part->sched;
 
-    part->loaded_ns = sched->cfg.clock(sched->cfg.post_arg);
-    sched->cfg.post(sched->cfg.post_arg, &part->loaded);
+    void (*progress)(void *arg) = sched->cfg.progress;
+    void *arg = sched->cfg.post_arg;
+
+    part->loaded_ns = sched->cfg.clock(arg);
+    /* Pairs with the acquire in load_is_done. */
+    atomic_store_explicit(&part->gate, GATE_LOADED, memory_order_release);
+    sched->cfg.post(arg, &part->loaded); /* the part may be gone from here on */
+    if (progress) {
+        progress(arg);
+    }
+}
+
+/* Any thread. */
+static void on_progress(struct kv_load *l)
+{
+    const struct kn_part *part = l->arg;
+
+    part->sched->cfg.progress(part->sched->cfg.post_arg);
 }
 
 void kn_sched_start_loads(struct kn_sched *sched, struct kn_seq *s)
@@ -317,7 +334,10 @@ void kn_sched_start_loads(struct kn_sched *sched, struct kn_seq *s)
         s->pages[i] = KV_PAGE_NONE;
     }
     s->load_ns = sched->now_ns;
-    s->load_given_up = false;
+    s->load_tokens = BT_MIN(tokens_in(sched, s, last), kn_seq_target(s) - 1);
+    s->load_given_up = s->load_void = s->load_told = false;
+    s->ahead_tokens = 0;
+    s->exposed_ns = BT_NEVER_NS;
     s->n_remote_looks = 0;
     for (uint32_t i = 0; i < s->n_parts; i++) {
         s->n_loads += s->parts[i].n_wanted > 0;
@@ -337,7 +357,8 @@ void kn_sched_start_loads(struct kn_sched *sched, struct kn_seq *s)
         atomic_store_explicit(&part->load.layers_ready, 0, memory_order_relaxed);
         atomic_store_explicit(&part->load.n_good, part->n_wanted, memory_order_relaxed);
         part->load.done = on_loaded;
-        part->load.progress = NULL;
+        part->load.progress = sched->cfg.progress ? on_progress : NULL;
+        atomic_store_explicit(&part->gate, GATE_CALLING, memory_order_relaxed);
         part->load.arg = part;
         part->loading = true;
         src->ops->load(src, &part->load);
@@ -347,6 +368,12 @@ void kn_sched_start_loads(struct kn_sched *sched, struct kn_seq *s)
 static uint32_t layers_ready(const struct kn_part *part)
 {
     return atomic_load_explicit(&part->load.layers_ready, memory_order_acquire);
+}
+
+/* Nothing writes the pages any more, and what is ready is final. */
+static bool load_is_done(const struct kn_part *part)
+{
+    return atomic_load_explicit(&part->gate, memory_order_acquire) == GATE_LOADED;
 }
 
 /* Leading blocks that have come whole. Only when all loads are done. */
@@ -413,6 +440,99 @@ void kn_sched_fit_init(struct kn_sched *sched)
     }
 }
 
+/* ---- computing behind loads that are under way ---- */
+
+static bool layer_ready(const struct kn_sched *sched, const struct kn_seq *s, int layer)
+{
+    bool all = layer == kv_pool_layout(sched->cfg.pool)->n_layers;
+
+    for (uint32_t i = 0; i < s->n_parts && !s->load_void; i++) {
+        const struct kn_part *part = &s->parts[i];
+
+        if (part->n_wanted > 0 && !load_is_done(part) &&
+            (all || layers_ready(part) <= (uint32_t)layer)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool kn_sched_layer_ready(const struct kn_sched *sched, const struct kn_step_plan *plan, int layer)
+{
+    for (uint32_t i = plan->n_rows - plan->n_loading; i < plan->n_rows; i++) {
+        if (!layer_ready(sched, sched->slots[plan->rows[i].slot], layer)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void kn_sched_layer_waited(struct kn_sched *sched,
+                           const struct kn_step_plan *plan,
+                           int layer,
+                           uint64_t ns)
+{
+    for (uint32_t i = plan->n_rows - plan->n_loading; i < plan->n_rows; i++) {
+        struct kn_seq *s = sched->slots[plan->rows[i].slot];
+
+        s->load_void |= !layer_ready(sched, s, layer);
+        s->exposed_ns += ns;
+    }
+}
+
+bool kn_sched_loads_whole(const struct kn_sched *sched, const struct kn_seq *s)
+{
+    uint32_t wanted = 0;
+
+    for (uint32_t i = 0; i < s->n_parts; i++) {
+        wanted += s->parts[i].n_wanted;
+        if (s->parts[i].n_wanted > 0 && !load_is_done(&s->parts[i])) {
+            return false;
+        }
+    }
+    return !s->load_void && count_good(sched, s) == wanted;
+}
+
+/* Time until the loads of s are done, by how far they are. */
+static uint64_t loads_left_ns(const struct kn_sched *sched, const struct kn_seq *s)
+{
+    uint32_t n_layers = (uint32_t)kv_pool_layout(sched->cfg.pool)->n_layers, k = n_layers;
+    uint64_t elapsed = sched->now_ns - s->load_ns;
+
+    for (uint32_t i = 0; i < s->n_parts; i++) {
+        const struct kn_part *part = &s->parts[i];
+
+        if (part->n_wanted > 0 && !load_is_done(part)) {
+            k = BT_MIN(k, layers_ready(part));
+        }
+    }
+    if (k > 0) {
+        return elapsed / k * (n_layers - k);
+    }
+    return elapsed < s->load_promised_ns ? s->load_promised_ns - elapsed : s->load_promised_ns;
+}
+
+bool kn_sched_may_overtake(struct kn_sched *sched, struct kn_seq *s, uint64_t step_ns, bool alone)
+{
+    uint64_t left = loads_left_ns(sched, s), at;
+
+    if (!kn_seq_computes(s) || s->load_given_up || s->load_void || s->ahead_tokens > 0 ||
+        s->n_loads == 0 || sched->cfg.progress == NULL) {
+        return false;
+    }
+    /* Both go through the layers at an even pace, so a load that ends before the step does never
+     * makes it wait. Others in the step get a margin. */
+    if (alone ? left <= step_ns : left * MARGIN_QUARTERS / 4 <= step_ns) {
+        return true;
+    }
+    at = left > step_ns ? left - step_ns : 0;
+    at = sched->now_ns + BT_MAX(at, LOOK_AGAIN_NS);
+    sched->next_load_ns = BT_MIN(sched->next_load_ns, at);
+    return false;
+}
+
+/* ---- the end of loads ---- */
+
 static void all_loaded(struct kn_sched *sched, struct kn_seq *s)
 {
     uint32_t wanted = 0, good = count_good(sched, s), n = s->n_blocks + good;
@@ -422,7 +542,8 @@ static void all_loaded(struct kn_sched *sched, struct kn_seq *s)
         wanted += s->parts[i].n_wanted;
     }
     sched->stats.loads_short += good < wanted;
-    sched->stats.load_wait_ns += sched->now_ns - s->load_ns;
+    sched->stats.load_wait_ns +=
+        s->exposed_ns == BT_NEVER_NS || s->load_void ? sched->now_ns - s->load_ns : s->exposed_ns;
     if (s->state == KN_SEQ_ABORTING) {
         kn_sched_settle(sched, s);
         return;
@@ -433,6 +554,7 @@ static void all_loaded(struct kn_sched *sched, struct kn_seq *s)
     sched->stats.resumed += s->placed && good > 0;
     /* At least one token is computed, also if a tail holds them all. */
     s->n_computed = BT_MIN(tokens_in(sched, s, n), kn_seq_target(s) - 1);
+    BT_BUG_ON(s->ahead_tokens > 0 && s->n_computed != s->load_tokens);
     end_look(sched, s);
     s->tail_tokens = 0;
     kn_sched_own_pages(sched, s, KV_OWNER_SEQ);
@@ -444,8 +566,11 @@ static void all_loaded(struct kn_sched *sched, struct kn_seq *s)
     }
     kn_sched_begin_computing(sched, s);
     kn_sched_publish(sched, s);
-    if (s->leg == KN_LEG_PREFILL && s->n_computed > before) {
+    if (s->leg == KN_LEG_PREFILL && s->n_computed > before && !s->load_told) {
         sched->cfg.xfer->send_cached(sched->cfg.xfer_arg, s, s->n_computed);
+    }
+    if (s->ahead_tokens > 0) {
+        kn_sched_take_ahead(sched, s);
     }
 }
 

@@ -20,6 +20,10 @@ enum { ROOM_DROP = 1, ROOM_PREEMPT = 2, ROOM_WITHDRAW = 4 };
 #define SMALL_FACTOR 4
 /* Share of a step that running requests leave to prompts: 1 / PROMPT_SHARE. */
 #define PROMPT_SHARE 8
+/* How long a step may stand still for loads in all: alone as long again as it takes and this, else
+ * this part of it. */
+#define STALL_ALONE_NS (20 * BT_NS_PER_MS)
+#define STALL_SHARE    4
 
 struct planner {
     struct kn_sched *sched;
@@ -30,9 +34,15 @@ struct planner {
     bool withdrawing;    /* free pages are kept for an older request until proofs are in */
 };
 
+/* Where its next row begins. */
+static uint32_t position(const struct kn_seq *s)
+{
+    return s->state == KN_SEQ_LOADING ? s->load_tokens : s->n_computed;
+}
+
 static uint32_t remaining(const struct kn_seq *s)
 {
-    return kn_seq_target(s) - s->n_computed;
+    return kn_seq_target(s) - position(s);
 }
 
 static bool has_ticket(const struct kn_seq *s)
@@ -441,6 +451,49 @@ static void plan_prompts(struct planner *p)
     }
 }
 
+/* ---- 4: who can compute behind loads that are under way ---- */
+
+/* What the step takes as it is planned now. */
+static uint64_t estimate_ns(const struct kn_sched *sched, uint32_t *ret_rows)
+{
+    uint64_t ns = 0;
+
+    *ret_rows = 0;
+    for (int i = 0; i < sched->cfg.max_running; i++) {
+        const struct kn_seq *s = sched->slots[i];
+
+        if (s && s->step_tokens > 0) {
+            ns += kn_rate_ns(&sched->rate, position(s), position(s) + s->step_tokens);
+            ++*ret_rows;
+        }
+    }
+    return ns;
+}
+
+static void plan_loading(struct planner *p)
+{
+    struct kn_sched *sched = p->sched;
+    uint64_t step_ns;
+    uint32_t n_rows;
+
+    if (sched->stats.n_state[KN_SEQ_LOADING] == 0 || !kn_rate_known(&sched->rate)) {
+        return;
+    }
+    step_ns = estimate_ns(sched, &n_rows);
+    bt_list_for_each (l, &sched->lists[KN_LIST_AWAY]) {
+        struct kn_seq *s = kn_seq_of(l);
+        uint32_t n = s->state == KN_SEQ_LOADING ? BT_MIN(remaining(s), p->budget) : 0;
+        uint64_t own = n ? kn_rate_ns(&sched->rate, position(s), position(s) + n) : 0;
+
+        if (n > 0 && kn_sched_may_overtake(sched, s, step_ns + own, n_rows == 0)) {
+            give_tokens(p, s, n);
+            step_ns += own;
+            n_rows++;
+        }
+    }
+    sched->plan.stall_ns = n_rows == 1 ? step_ns + STALL_ALONE_NS : step_ns / STALL_SHARE;
+}
+
 /* ---- the plan ---- */
 
 /* Shared pages are in the tables of many rows: their sum has no bound that is worth reserving. */
@@ -466,7 +519,7 @@ static void add_row(struct kn_sched *sched, struct kn_seq *s)
 {
     const struct kv_layout *lay = kv_pool_layout(sched->cfg.pool);
     struct kn_step_plan *plan = &sched->plan;
-    uint32_t n_pages = kv_layout_pages_for(lay, s->n_computed + s->step_tokens);
+    uint32_t pos = position(s), n_pages = kv_layout_pages_for(lay, pos + s->step_tokens);
     struct kn_plan_row *row;
 
     if (!grow_pages(sched, plan->n_pages + n_pages)) {
@@ -477,20 +530,25 @@ static void add_row(struct kn_sched *sched, struct kn_seq *s)
     *row = (struct kn_plan_row){
         .tag = s->tag,
         .slot = s->slot,
-        .pos = s->n_computed,
+        .pos = pos,
         .n_tokens = s->step_tokens,
         .first_id = plan->n_tokens,
         .first_page = plan->n_pages,
         .n_pages = n_pages,
         .n_answer = s->n_answer,
         .draw = s->step_tokens == remaining(s) && kn_seq_draws(s),
+        .loading = s->state == KN_SEQ_LOADING,
     };
     BT_BUG_ON(row->n_pages > s->n_pages);
-    memcpy(plan->ids + plan->n_tokens, s->ids + s->n_computed, row->n_tokens * sizeof(*plan->ids));
+    memcpy(plan->ids + plan->n_tokens, s->ids + pos, row->n_tokens * sizeof(*plan->ids));
     memcpy(plan->pages + plan->n_pages, s->pages, row->n_pages * sizeof(*plan->pages));
     plan->n_tokens += row->n_tokens;
     plan->n_pages += row->n_pages;
     plan->n_draws += row->draw;
+    if (row->loading) {
+        plan->n_loading++;
+        s->exposed_ns = BT_MIN(s->exposed_ns, sched->now_ns - s->load_ns);
+    }
 }
 
 const struct kn_step_plan *kn_sched_plan(struct kn_sched *sched, uint64_t now_ns)
@@ -507,12 +565,15 @@ const struct kn_step_plan *kn_sched_plan(struct kn_sched *sched, uint64_t now_ns
     sched->next_patience_ns = BT_NEVER_NS;
     kn_sched_check_loads(sched);
     plan->step++;
-    plan->n_rows = plan->n_tokens = plan->n_pages = plan->n_draws = 0;
+    plan->n_rows = plan->n_tokens = plan->n_pages = plan->n_draws = plan->n_loading = 0;
     bt_list_for_each (l, &sched->lists[KN_LIST_ACTIVE]) {
         struct kn_seq *s = kn_seq_of(l);
 
         s->step_tokens = 0;
         s->held_ns = s->held_ns ? s->held_ns : now_ns;
+    }
+    bt_list_for_each (l, &sched->lists[KN_LIST_AWAY]) {
+        kn_seq_of(l)->step_tokens = 0;
     }
     plan_running(&p, prompts ? BT_MAX(p.budget / PROMPT_SHARE, 1u) : 0);
     plan_admission(&p);
@@ -523,9 +584,12 @@ const struct kn_step_plan *kn_sched_plan(struct kn_sched *sched, uint64_t now_ns
     }
     plan_prompts(&p);
     plan_running(&p, 0); /* what prompts left over */
-    bt_list_for_each (l, &sched->lists[KN_LIST_ACTIVE]) {
-        if (kn_seq_of(l)->step_tokens > 0) {
-            add_row(sched, kn_seq_of(l));
+    plan_loading(&p);
+    for (int i = KN_LIST_ACTIVE; i <= KN_LIST_AWAY; i++) {
+        bt_list_for_each (l, &sched->lists[i]) {
+            if (kn_seq_of(l)->step_tokens > 0) {
+                add_row(sched, kn_seq_of(l));
+            }
         }
     }
     return plan;

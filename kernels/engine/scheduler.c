@@ -414,12 +414,42 @@ static void row_complete(struct kn_sched *sched, struct kn_seq *s, const struct 
 
 void kn_sched_measured(struct kn_sched *sched, const struct kn_step_plan *plan, uint64_t ns)
 {
-    for (uint32_t i = 0; i < plan->n_rows; i++) {
+    for (uint32_t i = 0; i < plan->n_rows && plan->n_loading == 0; i++) {
         const struct kn_plan_row *row = &plan->rows[i];
 
         if (row->n_tokens >= MEASURE_TOKENS && row->n_tokens * 2 > plan->n_tokens) {
             kn_rate_add(&sched->rate, row->pos, row->n_tokens, ns / plan->n_tokens * row->n_tokens);
         }
+    }
+}
+
+/* A row behind loads: if they came whole it counts, once they have all been reported. */
+static void
+row_ahead(struct kn_sched *sched, const struct kn_plan_row *row, const struct kn_token *drawn)
+{
+    struct kn_seq *s = sched->slots[row->slot];
+
+    s->step_tokens = 0;
+    if (!kn_sched_loads_whole(sched, s)) {
+        s->load_void = true;
+        sched->stats.tokens_discarded += row->n_tokens;
+        return;
+    }
+    s->ahead_tokens = row->n_tokens;
+    s->ahead_draws = row->draw;
+    if (row->draw) {
+        s->ahead = *drawn;
+    }
+}
+
+void kn_sched_take_ahead(struct kn_sched *sched, struct kn_seq *s)
+{
+    s->n_computed += s->ahead_tokens;
+    s->ahead_tokens = 0;
+    kn_sched_recount(sched, s);
+    kn_sched_publish(sched, s);
+    if (s->ahead_draws || s->n_computed == kn_seq_target(s)) {
+        row_complete(sched, s, s->ahead_draws ? &s->ahead : NULL);
     }
 }
 
@@ -433,6 +463,11 @@ void kn_sched_step_done(struct kn_sched *sched,
         const struct kn_plan_row *row = &plan->rows[i];
         struct kn_seq *s = sched->slots[row->slot];
 
+        if (row->loading) {
+            row_ahead(sched, row, drawn);
+            drawn += row->draw;
+            continue;
+        }
         s->n_computed += row->n_tokens;
         s->step_tokens = 0;
         kn_sched_recount(sched, s);

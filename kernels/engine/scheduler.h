@@ -35,6 +35,7 @@ struct kn_plan_row {
     uint32_t n_pages;
     uint32_t n_answer; /* position of the token to draw */
     bool draw;
+    bool loading; /* tokens before pos are still being brought: worth something if they come */
 };
 
 /* A step, immutable once made: indexes only, no pointers into the scheduler, so that it can be sent
@@ -42,7 +43,9 @@ struct kn_plan_row {
 struct kn_step_plan {
     uint64_t step;
     uint32_t n_rows, n_tokens, n_pages, n_draws;
-    struct kn_plan_row *rows; /* [n_rows] by claim */
+    uint32_t n_loading;       /* rows */
+    uint64_t stall_ns;        /* how long the step may wait for them in all */
+    struct kn_plan_row *rows; /* [n_rows] by claim, loading ones last */
     int32_t *ids;             /* [n_tokens] */
     uint32_t *pages;          /* [n_pages] */
 };
@@ -72,6 +75,7 @@ struct kn_sched_cfg {
     /* Any thread: has msg->handle run on the scheduler's, soon. NULL without sources. */
     void (*post)(void *arg, struct bt_msg *msg);
     uint64_t (*clock)(void *arg); /* any thread */
+    void (*progress)(void *arg);  /* any thread: loads of rows may have come further; or NULL */
     void *post_arg;
     int max_batch_tokens;
     int max_running;
@@ -116,6 +120,17 @@ uint64_t kn_sched_next_wake_ns(const struct kn_sched *sched);
 
 /* Never NULL; n_rows 0 = nothing can be computed now. */
 const struct kn_step_plan *kn_sched_plan(struct kn_sched *sched, uint64_t now_ns);
+/* Whether layer `layer` of what the plan's rows need is there, or will not be waited for. With the
+ * number of layers: whether all loads are done. */
+bool kn_sched_layer_ready(const struct kn_sched *sched, const struct kn_step_plan *plan, int layer);
+/* Rows whose loads have not come that far are not waited for any more: they were for nothing. The
+ * step waited for so long. */
+void kn_sched_layer_waited(struct kn_sched *sched,
+                           const struct kn_step_plan *plan,
+                           int layer,
+                           uint64_t ns);
+/* The loads behind which s computes are done and brought everything. */
+bool kn_sched_loads_whole(const struct kn_sched *sched, const struct kn_seq *s);
 /* It took ns to run. */
 void kn_sched_measured(struct kn_sched *sched, const struct kn_step_plan *plan, uint64_t ns);
 /* The plan was run; `drawn` holds n_draws tokens in the order of the rows. */
@@ -136,7 +151,8 @@ struct kn_sched_stats {
     uint64_t tokens_cached; /* not computed by requests that began, because their KV was here */
     uint64_t tier_tokens[KV_N_TIERS];            /* of them, by where they were */
     uint64_t loads, loads_given_up, loads_short; /* short: did not bring all that was promised */
-    uint64_t load_wait_ns;                       /* from the begin of loads to their end */
+    uint64_t load_wait_ns; /* of requests: what loads took and was not hidden behind computing */
+    uint64_t tokens_discarded; /* computed behind loads that did not come whole */
     uint64_t offers, offers_refused;
     uint64_t swapped, resumed; /* preemptions that kept their tail, and loads after preemptions */
 };

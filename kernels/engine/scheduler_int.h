@@ -102,6 +102,11 @@ uint32_t kn_sched_choose(struct kn_sched *sched, struct kn_seq *s);
 void kn_sched_decline(struct kn_sched *sched, struct kn_seq *s);
 /* Brings those that were chosen; s is LOADING and has all its pages, as TRANSFER. */
 void kn_sched_start_loads(struct kn_sched *sched, struct kn_seq *s);
+/* Whether rows of s, which is LOADING, may be in a step that takes step_ns, alone or with others:
+ * it would not wait for the loads. */
+bool kn_sched_may_overtake(struct kn_sched *sched, struct kn_seq *s, uint64_t step_ns, bool alone);
+/* Takes over what was computed behind loads that have come whole; s may be gone afterwards. */
+void kn_sched_take_ahead(struct kn_sched *sched, struct kn_seq *s);
 /* Gives up loads that are too late. */
 void kn_sched_check_loads(struct kn_sched *sched);
 /* A look-up or a load is not done. */

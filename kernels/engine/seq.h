@@ -91,6 +91,13 @@ struct kn_seq {
     uint64_t load_ns;                         /* when the loads began */
     uint64_t load_promised_ns, load_saves_ns; /* estimates: of the loads, of computing instead */
     bool load_given_up;
+    bool load_void;        /* a row above its loads was not waited for */
+    bool load_told;        /* prefill leg: the transfer knows of what was brought */
+    uint32_t load_tokens;  /* computed ones, if all loads come whole */
+    uint32_t ahead_tokens; /* computed behind them in a step that is over */
+    bool ahead_draws;      /* the last one of them drew this token */
+    struct kn_token ahead;
+    uint64_t exposed_ns;  /* of the time of its loads, in which it could not compute */
     uint32_t tail_tokens; /* preempted: of the block behind the full ones, kept by a source */
     uint32_t tail_block;  /* its number */
     struct kn_offer *tail_offer; /* under way; NULL = none */

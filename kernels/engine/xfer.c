@@ -152,13 +152,52 @@ const struct kn_xfer_ops kn_xfer_handoff = {
     .recv_abort = recv_abort,
 };
 
+/* A row above blocks that were still on their way when the step began: D hears of them when they
+ * are whole, and of the row after them. */
+static void layer_done_ahead(struct kn_engine *e, const struct kn_plan_row *row, int layer)
+{
+    struct kn_seq *s = kn_sched_at(e->sched, row->slot);
+    int from = layer;
+
+    if (!s->load_told) {
+        if (!kn_sched_loads_whole(e->sched, s)) {
+            return;
+        }
+        s->load_told = true;
+        send_cached(e, s, row->pos);
+        from = 0;
+    }
+    for (; from <= layer; from++) {
+        kv_send_progress(s->send, row->pos, row->n_tokens, from);
+    }
+}
+
+void kn_xfer_step_done(struct kn_engine *e, const struct kn_step_plan *plan)
+{
+    int last = kv_pool_layout(e->pool)->n_layers - 1;
+
+    for (uint32_t i = plan->n_rows - plan->n_loading; i < plan->n_rows; i++) {
+        const struct kn_plan_row *row = &plan->rows[i];
+        const struct kn_seq *s = kn_sched_at(e->sched, row->slot);
+
+        if (s->leg == KN_LEG_PREFILL && s->send && !s->load_told) {
+            layer_done_ahead(e, row, last);
+        }
+    }
+}
+
 void kn_xfer_layer_done(struct kn_engine *e, const struct kn_step_plan *plan, int layer)
 {
     for (uint32_t i = 0; i < plan->n_rows; i++) {
         const struct kn_plan_row *row = &plan->rows[i];
         const struct kn_seq *s = kn_sched_at(e->sched, row->slot);
 
-        if (s->leg == KN_LEG_PREFILL && s->send) {
+        if (s->leg != KN_LEG_PREFILL || !s->send) {
+            continue;
+        }
+        if (row->loading) {
+            layer_done_ahead(e, row, layer);
+        } else {
             kv_send_progress(s->send, row->pos, row->n_tokens, layer);
         }
     }

@@ -173,6 +173,9 @@ void kn_f_attention(struct kn_fwd *f, int il)
         f->device_ops->attention(f->device, il);
         return;
     }
+    if (f->b->layer_wait) {
+        f->b->layer_wait(f->b->layer_wait_arg, il);
+    }
     f->ops->attention(f->stream, &a);
     kn_tap(f, out, kn_f_q_width(f), "attn_heads", il);
 }

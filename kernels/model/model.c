@@ -363,8 +363,12 @@ int kn_model_wait(struct kn_model *m, int32_t *drawn, float *logits, struct bt_e
 
 static int forward_on_device(struct kn_model *m, const struct kn_batch *b, struct bt_err *err)
 {
-    int rc = kn_model_submit(m, b, err);
+    int rc;
 
+    if (b->layer_wait) {
+        b->layer_wait(b->layer_wait_arg, m->fwd.c->n_layers - 1);
+    }
+    rc = kn_model_submit(m, b, err);
     if (rc == BT_OK) {
         rc = kn_model_wait(m, NULL, b->logits, err);
     }

@@ -64,6 +64,11 @@ struct kn_batch {
      * NULL = not wanted. */
     void (*layer_done)(void *arg, int layer);
     void *layer_done_arg;
+    /* Called on the engine's thread before K and V of earlier positions in layer `layer` are read:
+     * may block until they are there. On a device once, before the pass, for the last layer. NULL =
+     * they are there. */
+    void (*layer_wait)(void *arg, int layer);
+    void *layer_wait_arg;
 };
 
 int kn_model_forward(struct kn_model *m, const struct kn_batch *b, struct bt_err *err) BT_MUST_USE;

@@ -11,7 +11,7 @@
 #define MEM_ROOM  64 /* most tokens of a block */
 
 struct mem_blob {
-    bool used, bad;
+    bool used, bad, turns_bad; /* turns_bad: when it is loaded */
     struct kv_key key, parent, root;
     uint32_t n_tokens, pins;
     int32_t ids[MEM_ROOM], bytes[MEM_ROOM];
@@ -248,7 +248,9 @@ static inline void mem_place(struct mem_source *m, struct kv_load *l)
     uint32_t pt = (uint32_t)m->node->page_tokens, bp = (uint32_t)reuse.block / pt;
 
     for (uint32_t i = 0; i < l->n_blocks; i++) {
-        const struct mem_blob *b = mem_found(m, l->find, i);
+        struct mem_blob *b = mem_found(m, l->find, i);
+
+        b->bad |= b->turns_bad;
 
         for (uint32_t t = 0; t < b->n_tokens; t++) {
             uint32_t page = l->pages[i * bp + t / pt];

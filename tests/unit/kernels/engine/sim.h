@@ -54,7 +54,8 @@ struct node {
     uint32_t max_tokens;
     uint64_t now;
     struct result results[MAX_REQ];
-    uint32_t max_rows, steps, n_sources;
+    uint32_t max_rows, steps, n_sources, progress, n_ahead;
+    void (*wait)(struct node *n);
 };
 
 /* A transfer between two nodes. */
@@ -270,7 +271,14 @@ struct node_cfg {
     struct kv_source *const *sources;
     uint32_t n_sources, n_local;
     int n_layers; /* 0 = 1 */
+    /* Computes behind loads; called while a row waits for them. NULL = never. */
+    void (*wait)(struct node *n);
 };
+
+static inline void node_progress(void *arg)
+{
+    ((struct node *)arg)->progress++;
+}
 
 static inline void node_post(void *arg, struct bt_msg *msg)
 {
@@ -323,6 +331,8 @@ static inline struct node *node_create(struct world *w, struct node_cfg c)
     cfg.post = node_post;
     cfg.clock = node_clock;
     cfg.post_arg = n;
+    cfg.progress = c.wait ? node_progress : NULL;
+    n->wait = c.wait;
     assert_int_equal(kv_pool_create(&l, &bt_mem_host, "test", &n->pool, NULL), BT_OK);
     cfg.pool = n->pool;
     if (reuse.block > 0) {
@@ -412,6 +422,21 @@ static inline void submit(struct node *n, struct req r)
     kn_sched_add(n->sched, s);
 }
 
+/* The layers of a step whose rows stand above loads. */
+static inline void wait_layers(struct node *n, const struct kn_step_plan *plan)
+{
+    int n_layers = kv_pool_layout(n->pool)->n_layers;
+
+    for (int layer = 0; layer <= n_layers && plan->n_loading > 0; layer++) {
+        for (int tries = 0; tries < 3 && !kn_sched_layer_ready(n->sched, plan, layer); tries++) {
+            n->wait(n);
+        }
+        if (!kn_sched_layer_ready(n->sched, plan, layer)) {
+            kn_sched_layer_waited(n->sched, plan, layer, MS);
+        }
+    }
+}
+
 /* Runs a plan as the executor would: writes ids into pages, checks all pages of a row, draws. */
 static inline void run_plan(struct node *n, const struct kn_step_plan *plan)
 {
@@ -419,6 +444,8 @@ static inline void run_plan(struct node *n, const struct kn_step_plan *plan)
     uint32_t n_drawn = 0, n_tokens = 0;
 
     n->max_rows = BT_MAX(n->max_rows, plan->n_rows);
+    n->n_ahead += plan->n_loading;
+    wait_layers(n, plan);
     for (uint32_t i = 0; i < plan->n_rows; i++) {
         const struct kn_plan_row *row = &plan->rows[i];
         int32_t seen[256];
@@ -439,6 +466,13 @@ static inline void run_plan(struct node *n, const struct kn_step_plan *plan)
         const struct kn_seq *s = kn_sched_at(n->sched, row->slot);
 
         assert_int_equal(s->tag, row->tag);
+        assert_int_equal(row->loading, i >= plan->n_rows - plan->n_loading);
+        if (row->loading && !kn_sched_loads_whole(n->sched, s)) {
+            if (row->draw) {
+                drawn[n_drawn++] = (struct kn_token){.id = EOS}; /* nonsense that must not go out */
+            }
+            continue;
+        }
         assert_memory_equal(seen, s->ids, (row->pos + row->n_tokens) * sizeof(*seen));
         if (row->draw) {
             assert_int_equal(row->pos + row->n_tokens, s->n_prompt + row->n_answer);

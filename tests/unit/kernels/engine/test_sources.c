@@ -309,6 +309,68 @@ static void test_preempted_without_room(void **state)
     close_node(n);
 }
 
+static void move_on(struct node *n)
+{
+    moves(n->n_sources);
+}
+
+/* The rest is computed while the blocks before it are on their way. */
+static void test_computes_behind_loads(void **state)
+{
+    struct node *n;
+    struct req r = {.tag = 1, .n_prompt = 170, .max_tokens = 5};
+    uint32_t steps[2];
+
+    open_sources(1);
+    mem[0]->layers_per_move = 1;
+    n = open_node((struct node_cfg){64, 8, 256, 4, .n_layers = 3, .wait = move_on}, 1, 1);
+    run_one(n, r);
+    for (int time = 0; time < 2; time++) {
+        forget(n);
+        assert_int_equal(run_one(n, r), 170 - 160 + 4);
+        assert_int_equal(n->results[1].cached, 160);
+        assert_int_equal(n->n_ahead, time + 1);
+        steps[time] = n->steps;
+    }
+    assert_int_equal(steps[1] - steps[0], 5);
+    assert_int_equal(kn_sched_stats(n->sched).tokens_discarded, 0);
+    close_node(n);
+}
+
+/* What was computed above a block that did not come, or not in time, was for nothing: not a token
+ * of it goes out. */
+static void test_TIER_02_computed_above_bad_blocks(void **state)
+{
+    struct node *n;
+    struct req r = {.tag = 1, .n_prompt = 170, .max_tokens = 5};
+
+    open_sources(1);
+    mem[0]->layers_per_move = 1;
+    n = open_node((struct node_cfg){64, 8, 256, 4, .n_layers = 3, .wait = move_on}, 1, 1);
+    run_one(n, r);
+    for (uint32_t bad = 0; bad <= 10; bad++) {
+        uint64_t before = computed(n), discarded = kn_sched_stats(n->sched).tokens_discarded;
+
+        forget(n);
+        n->results[1] = (struct result){0};
+        for (uint32_t i = 0; i < MEM_BLOBS; i++) {
+            mem[0]->blobs[i].turns_bad = mem[0]->blobs[i].used && i == bad;
+        }
+        mem[0]->stuck = bad == 10;
+        submit(n, r);
+        step(n);
+        mem[0]->stuck = false;
+        run_all(n);
+        check_answer(n, r);
+        assert_int_equal(kn_sched_stats(n->sched).tokens_discarded - discarded, 10);
+        assert_int_equal(computed(n) - before, 10 + 170 - bad * 16 + 4);
+        for (uint32_t i = 0; i < MEM_BLOBS; i++) {
+            mem[0]->blobs[i].bad = mem[0]->blobs[i].turns_bad = false;
+        }
+    }
+    close_node(n);
+}
+
 /* Random requests, aborts, evictions, faults, on a pool that is too small. */
 static void test_random(void **state)
 {
@@ -328,8 +390,9 @@ static void test_random(void **state)
         mem[1]->local = false;
         mem[1]->layers_per_move = 1;
         mem[1]->block_ns = rng(20) * MS;
-        n = open_node((struct node_cfg){20 + rng(30), 8, (int)(8 + rng(64)), 8, .n_layers = 3}, 2,
-                      1);
+        n = open_node((struct node_cfg){20 + rng(30), 8, (int)(8 + rng(64)), 8, .n_layers = 3,
+                                        .wait = rng(2) ? move_on : NULL},
+                      2, 1);
         for (uint32_t i = 0; i < BT_ARRAY_LEN(reqs); i++) {
             reqs[i] = (struct req){
                 .tag = i, .claim = rng(8), .n_prompt = 1 + rng(100), .max_tokens = 1 + rng(40)};
@@ -383,6 +446,8 @@ int main(void)
         cmocka_unit_test(test_TIER_06_aborts),
         cmocka_unit_test(test_preempted_is_brought_back),
         cmocka_unit_test(test_preempted_without_room),
+        cmocka_unit_test(test_computes_behind_loads),
+        cmocka_unit_test(test_TIER_02_computed_above_bad_blocks),
         cmocka_unit_test(test_random),
     };
 
