@@ -165,6 +165,7 @@ static void publish_stats(struct kn_engine *e)
     PUT(loads_given_up, s.loads_given_up);
     PUT(loads_short, s.loads_short);
     PUT(load_wait_ns, s.load_wait_ns);
+    PUT(overtakes, s.overtakes);
     PUT(swapped, s.swapped);
     PUT(resumed, s.resumed);
     for (int i = 0; i < KV_N_TIERS; i++) {
@@ -696,7 +697,8 @@ struct kn_engine_stats kn_engine_stats(const struct kn_engine *e)
         GET(steps),         GET(tokens_computed), GET(tokens_generated), GET(preemptions),
         GET(tokens_cached), GET(blocks_evicted),  GET(key_collisions),   GET(oldest_ns),
         GET(loads),         GET(loads_given_up),  GET(loads_short),      GET(load_wait_ns),
-        GET(swapped),       GET(resumed),         GET(blocks_adopted),   GET(blocks_bad),
+        GET(swapped),       GET(overtakes),       GET(resumed),          GET(blocks_adopted),
+        GET(blocks_bad),
     };
 #undef GET
 

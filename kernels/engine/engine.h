@@ -170,7 +170,7 @@ struct kn_engine_stats {
     uint64_t blocks_adopted, blocks_bad; /* of a predecessor: taken over; refused or damaged */
     uint64_t oldest_ns; /* when the cached block that would go next was last used; 0 = none */
     uint64_t tier_tokens[KV_N_TIERS]; /* of tokens_cached, by where they were */
-    uint64_t loads, loads_given_up, loads_short, load_wait_ns, swapped, resumed;
+    uint64_t loads, loads_given_up, loads_short, load_wait_ns, overtakes, swapped, resumed;
 };
 struct kn_engine_stats kn_engine_stats(const struct kn_engine *e); /* any thread */
 

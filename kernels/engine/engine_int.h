@@ -52,7 +52,7 @@ struct kn_engine {
         atomic_ullong tokens_cached, blocks_evicted, key_collisions, oldest_ns;
         atomic_ullong blocks_adopted, blocks_bad;
         atomic_ullong tier_tokens[KV_N_TIERS];
-        atomic_ullong loads, loads_given_up, loads_short, load_wait_ns, swapped, resumed;
+        atomic_ullong loads, loads_given_up, loads_short, load_wait_ns, overtakes, swapped, resumed;
     } stats;
 };
 

@@ -516,8 +516,9 @@ bool kn_sched_may_overtake(struct kn_sched *sched, struct kn_seq *s, uint64_t st
 {
     uint64_t left = loads_left_ns(sched, s), at;
 
-    if (!kn_seq_computes(s) || s->load_given_up || s->load_void || s->ahead_tokens > 0 ||
-        s->n_loads == 0 || sched->cfg.progress == NULL) {
+    /* Placing a tail writes all of its page, also where the row would stand. */
+    if (s->load_tokens % block_tokens(sched) != 0 || !kn_seq_computes(s) || s->load_given_up ||
+        s->load_void || s->ahead_tokens > 0 || s->n_loads == 0 || sched->cfg.progress == NULL) {
         return false;
     }
     /* Both go through the layers at an even pace, so a load that ends before the step does never

@@ -547,6 +547,7 @@ static void add_row(struct kn_sched *sched, struct kn_seq *s)
     plan->n_draws += row->draw;
     if (row->loading) {
         plan->n_loading++;
+        sched->stats.overtakes++;
         s->exposed_ns = BT_MIN(s->exposed_ns, sched->now_ns - s->load_ns);
     }
 }

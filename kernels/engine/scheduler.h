@@ -152,6 +152,7 @@ struct kn_sched_stats {
     uint64_t tier_tokens[KV_N_TIERS];            /* of them, by where they were */
     uint64_t loads, loads_given_up, loads_short; /* short: did not bring all that was promised */
     uint64_t load_wait_ns; /* of requests: what loads took and was not hidden behind computing */
+    uint64_t overtakes;    /* rows computed behind loads */
     uint64_t tokens_discarded; /* computed behind loads that did not come whole */
     uint64_t offers, offers_refused;
     uint64_t swapped, resumed; /* preemptions that kept their tail, and loads after preemptions */

@@ -266,6 +266,7 @@ void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call)
     m.loads_short = st.loads_short;
     m.load_wait_us = st.load_wait_ns / 1000;
     m.preemptions = st.preemptions;
+    m.overtakes = st.overtakes;
     m.swapped = st.swapped;
     m.resumed = st.resumed;
     if (s->tiers) {

@@ -251,12 +251,14 @@ static inline void mem_place(struct mem_source *m, struct kv_load *l)
         struct mem_blob *b = mem_found(m, l->find, i);
 
         b->bad |= b->turns_bad;
-
-        for (uint32_t t = 0; t < b->n_tokens; t++) {
+        /* The whole block, as far as there are pages: nothing stands behind a tail. */
+        for (uint32_t t = 0; t < (uint32_t)reuse.block; t++) {
             uint32_t page = l->pages[i * bp + t / pt];
 
-            assert_true(page != KV_PAGE_NONE);
-            m->node->shadow[page * pt + t % pt] = b->bad ? 1 : b->bytes[t];
+            assert_true(page != KV_PAGE_NONE || t >= b->n_tokens);
+            if (page != KV_PAGE_NONE) {
+                m->node->shadow[page * pt + t % pt] = b->bad || t >= b->n_tokens ? 1 : b->bytes[t];
+            }
         }
         if (b->bad) {
             l->n_good = BT_MIN(l->n_good, i);

@@ -101,6 +101,7 @@ struct rig_opts {
     int max_waiting; /* 0 = many */
     int max_ctx;
     int block, key_bits; /* prefix reuse; 0 = off */
+    bool always_bring;
 };
 
 static inline void rig_create(struct rig *r, const struct bt_model_file *mf, struct rig_opts o)
@@ -122,6 +123,7 @@ static inline void rig_create(struct rig *r, const struct bt_model_file *mf, str
                                 .max_waiting = o.max_waiting ? o.max_waiting : RIG_MAX_TAGS,
                                 .block_tokens = o.block,
                                 .key_bits = o.key_bits,
+                                .always_bring = o.always_bring,
                                 .key = {.model_digest = digest},
                                 .emit = rig_emit,
                                 .emit_arg = r};

@@ -437,7 +437,18 @@ static inline void wait_layers(struct node *n, const struct kn_step_plan *plan)
     }
 }
 
-/* Runs a plan as the executor would: writes ids into pages, checks all pages of a row, draws. */
+static inline int32_t *row_at(const struct node *n,
+                              const struct kn_step_plan *plan,
+                              const struct kn_plan_row *row,
+                              uint32_t pos)
+{
+    uint32_t pt = (uint32_t)n->page_tokens, page = plan->pages[row->first_page + pos / pt];
+
+    return &n->shadow[page * pt + pos % pt];
+}
+
+/* Runs a plan as the executor would: writes ids into pages, waits for loads, checks all pages of a
+ * row, draws. */
 static inline void run_plan(struct node *n, const struct kn_step_plan *plan)
 {
     struct kn_token drawn[64];
@@ -445,25 +456,21 @@ static inline void run_plan(struct node *n, const struct kn_step_plan *plan)
 
     n->max_rows = BT_MAX(n->max_rows, plan->n_rows);
     n->n_ahead += plan->n_loading;
-    wait_layers(n, plan);
     for (uint32_t i = 0; i < plan->n_rows; i++) {
         const struct kn_plan_row *row = &plan->rows[i];
-        int32_t seen[256];
 
         assert_true(row->n_tokens > 0); /* SCHED-03: never an empty chunk */
         assert_int_equal(row->first_id, n_tokens);
         n_tokens += row->n_tokens;
-        for (uint32_t t = 0; t < row->pos + row->n_tokens; t++) {
-            uint32_t page = plan->pages[row->first_page + t / (uint32_t)n->page_tokens];
-            int32_t *at =
-                &n->shadow[page * (uint32_t)n->page_tokens + t % (uint32_t)n->page_tokens];
-
-            if (t >= row->pos) {
-                *at = plan->ids[row->first_id + t - row->pos];
-            }
-            seen[t] = *at;
+        for (uint32_t t = 0; t < row->n_tokens; t++) {
+            *row_at(n, plan, row, row->pos + t) = plan->ids[row->first_id + t];
         }
+    }
+    wait_layers(n, plan);
+    for (uint32_t i = 0; i < plan->n_rows; i++) {
+        const struct kn_plan_row *row = &plan->rows[i];
         const struct kn_seq *s = kn_sched_at(n->sched, row->slot);
+        int32_t seen[256];
 
         assert_int_equal(s->tag, row->tag);
         assert_int_equal(row->loading, i >= plan->n_rows - plan->n_loading);
@@ -472,6 +479,9 @@ static inline void run_plan(struct node *n, const struct kn_step_plan *plan)
                 drawn[n_drawn++] = (struct kn_token){.id = EOS}; /* nonsense that must not go out */
             }
             continue;
+        }
+        for (uint32_t t = 0; t < row->pos + row->n_tokens; t++) {
+            seen[t] = *row_at(n, plan, row, t);
         }
         assert_memory_equal(seen, s->ids, (row->pos + row->n_tokens) * sizeof(*seen));
         if (row->draw) {
