@@ -48,6 +48,7 @@ bool bt_member_equal(const struct bt_member *a, const struct bt_member *b)
     return strcmp(a->name, b->name) == 0 && a->incarnation == b->incarnation &&
            a->role == b->role && a->draining == b->draining && a->seed == b->seed &&
            strcmp(a->grpc_addr, b->grpc_addr) == 0 && strcmp(a->net_addr, b->net_addr) == 0 &&
+           strcmp(a->store_addr, b->store_addr) == 0 &&
            memcmp(a->model, b->model, sizeof(a->model)) == 0 &&
            memcmp(a->compat, b->compat, sizeof(a->compat)) == 0 &&
            a->weight_epoch == b->weight_epoch;
@@ -65,15 +66,20 @@ static void hex32(const uint8_t bytes[32], char ret_hex[65])
 int bt_member_encode(const struct bt_member *m, struct bt_buf *to)
 {
     char model[65], compat[65];
+    int rc;
 
     hex32(m->model, model);
     hex32(m->compat, compat);
-    return bt_buf_printf(to,
-                         "v=1\nname=%s\nincarnation=%016" PRIx64 "\nrole=%s\nstate=%s\ngrpc=%s\n"
-                         "net=%s\nmodel=%s\ncompat=%s\nweight_epoch=%" PRIu64 "\n",
-                         m->name, m->incarnation, bt_role_name(m->role),
-                         m->draining ? "draining" : "ready", m->grpc_addr, m->net_addr, model,
-                         compat, m->weight_epoch);
+    rc = bt_buf_printf(to,
+                       "v=1\nname=%s\nincarnation=%016" PRIx64 "\nrole=%s\nstate=%s\ngrpc=%s\n"
+                       "net=%s\nmodel=%s\ncompat=%s\nweight_epoch=%" PRIu64 "\n",
+                       m->name, m->incarnation, bt_role_name(m->role),
+                       m->draining ? "draining" : "ready", m->grpc_addr, m->net_addr, model, compat,
+                       m->weight_epoch);
+    if (rc == BT_OK && m->store_addr[0]) {
+        rc = bt_buf_printf(to, "store=%s\n", m->store_addr);
+    }
+    return rc;
 }
 
 /* host:port with a port, short enough for the field. */
@@ -104,10 +110,26 @@ static int read_hex_u64(struct bt_str s, uint64_t *ret_v)
     return BT_OK;
 }
 
-enum field { F_V, F_NAME, F_INC, F_ROLE, F_STATE, F_GRPC, F_NET, F_MODEL, F_COMPAT, F_EPOCH, N_F };
+enum field {
+    F_V,
+    F_NAME,
+    F_INC,
+    F_ROLE,
+    F_STATE,
+    F_GRPC,
+    F_NET,
+    F_MODEL,
+    F_COMPAT,
+    F_EPOCH,
+    F_STORE,
+    N_F
+};
 
-static const char *const field_names[N_F] = {
-    "v", "name", "incarnation", "role", "state", "grpc", "net", "model", "compat", "weight_epoch"};
+#define NEEDED ((1u << F_STORE) - 1) /* the fields of every record; later ones came later */
+
+static const char *const field_names[N_F] = {"v",      "name",         "incarnation", "role",
+                                             "state",  "grpc",         "net",         "model",
+                                             "compat", "weight_epoch", "store"};
 
 static int read_field(enum field f, struct bt_str v, struct bt_member *m)
 {
@@ -128,6 +150,8 @@ static int read_field(enum field f, struct bt_str v, struct bt_member *m)
         return read_host_port(v, m->grpc_addr);
     case F_NET:
         return v.n == 0 ? BT_OK : read_host_port(v, m->net_addr);
+    case F_STORE:
+        return v.n == 0 ? BT_OK : read_host_port(v, m->store_addr);
     case F_MODEL:
         return bt_read_hex(v, m->model, sizeof(m->model));
     case F_COMPAT:
@@ -188,7 +212,7 @@ int bt_member_decode(struct bt_str name,
         text.p += nl ? n + 1 : n;
         text.n -= nl ? n + 1 : n;
     }
-    if (seen != (1u << N_F) - 1) {
+    if ((seen & NEEDED) != NEEDED) {
         return BT_FAIL(err, BT_E_FORMAT, "member: %s is missing",
                        field_names[__builtin_ctz(~seen)]);
     }

@@ -12,6 +12,7 @@
  *   model=<64 hex digits>         model digest; all 0 = serves none
  *   compat=<64 hex digits>        compatibility digest
  *   weight_epoch=0
+ *   store=10.0.0.7:50071          host:port of its block server; may be empty or left out
  *
  * Each line once, in any order; unknown keys are passed over, so that a newer node may add some
  * without breaking an older reader; `v` changes when that is not enough. Whoever can write to Redis
@@ -45,8 +46,9 @@ struct bt_member {
     enum bt_role role;
     bool draining;
     bool seed; /* from the static list: all but the addresses is to be learnt from its Welcome */
-    char grpc_addr[BT_MEMBER_ADDR_MAX + 1]; /* "host:port" */
-    char net_addr[BT_MEMBER_ADDR_MAX + 1];  /* "host:port" or empty */
+    char grpc_addr[BT_MEMBER_ADDR_MAX + 1];  /* "host:port" */
+    char net_addr[BT_MEMBER_ADDR_MAX + 1];   /* "host:port" or empty */
+    char store_addr[BT_MEMBER_ADDR_MAX + 1]; /* likewise */
     uint8_t model[32];
     uint8_t compat[32];
     uint64_t weight_epoch;

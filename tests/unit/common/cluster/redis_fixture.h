@@ -106,7 +106,7 @@ static void redis_kill(void)
     unlink(sock);
 }
 
-static void must(const char *command)
+static inline void must(const char *command)
 {
     char answer[64];
 

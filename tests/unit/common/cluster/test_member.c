@@ -18,6 +18,11 @@ static int decode(const char *name, const char *text, struct bt_member *m, struc
     return bt_member_decode(bt_str_of(name), bt_str_of(text), m, err);
 }
 
+static void set_store(struct bt_member *m, const char *addr)
+{
+    memcpy(m->store_addr, addr, strlen(addr) + 1);
+}
+
 static void test_round_trip(void **state)
 {
     struct bt_member m = {0}, back = {0};
@@ -39,10 +44,13 @@ static void test_round_trip(void **state)
     m.draining = true;
     m.role = BT_ROLE_KVSTORE;
     m.net_addr[0] = '\0';
+    set_store(&m, "10.0.0.7:50071");
     text.n = 0;
     assert_int_equal(bt_member_encode(&m, &text), BT_OK);
     assert_int_equal(bt_member_decode(BT_STR("decode-0"), bt_buf_str(&text), &back, &err), BT_OK);
     assert_true(bt_member_equal(&m, &back));
+    set_store(&back, "10.0.0.7:50072");
+    assert_false(bt_member_equal(&m, &back));
     bt_buf_fini(&text);
 }
 

@@ -1,0 +1,351 @@
+/* The block server's puts: a reserved blob is filled, checked, committed, or given back.
+ *
+ * It is given back only when no operation of ours writes it any more; the client's own writes
+ * (method put) end with the connection. */
+#include "kvstore/store/server_int.h"
+
+#include "common/base/buf.h"
+#include "common/obs/log.h"
+
+#include <stdlib.h>
+
+struct put {
+    struct bt_list link;      /* client.puts */
+    struct bt_list pull_link; /* kv_server.pulling */
+    struct client *client;
+    uint64_t req;
+    enum bt_net_method method;
+    uint64_t at; /* pull: address of the bytes in the client's memory */
+    struct kv_blob *blob;
+    struct kv_blob_shape shape;
+    uint32_t layer; /* being filled */
+    size_t offset;
+    bool reading; /* pull: one read is under way */
+    int rc;
+    uint64_t sums[];
+};
+
+static void put_free(struct put *p)
+{
+    struct client *c = p->client;
+    struct kv_server *s = c->server;
+
+    bt_list_remove(&p->link);
+    bt_list_remove(&p->pull_link);
+    c->n_puts--;
+    c->put_bytes -= kv_blob_bytes(&p->shape);
+    free(p);
+    kv_server_unref_client(c);
+    pthread_mutex_lock(&s->lock);
+    if (--s->n_alive == 0) {
+        pthread_cond_signal(&s->idle);
+    }
+    pthread_mutex_unlock(&s->lock);
+}
+
+static void tell_done(struct client *c, uint64_t req, int rc)
+{
+    struct wire_store m = {.type = WIRE_STORE_DONE, .req = req, .rc = rc};
+
+    if (rc != BT_OK && rc != BT_E_EXISTS) {
+        kv_server_add(&c->server->refused, 1);
+    }
+    if (c->link) {
+        kv_link_send(c->link, &m, (struct bt_str){0});
+    }
+}
+
+/* All of it is there, or it failed; nothing writes the blob any more. */
+static void finish(struct put *p, int rc)
+{
+    struct kv_server *s = p->client->server;
+
+    if (rc == BT_OK) {
+        kv_tiers_commit(s->cfg.tiers, p->blob, p->sums);
+        kv_tiers_unpin(s->cfg.tiers, &p->blob, 1);
+        kv_server_add(&s->puts, 1);
+        kv_server_add(&s->put_bytes, kv_blob_bytes(&p->shape));
+    } else {
+        kv_tiers_abort(s->cfg.tiers, p->blob);
+    }
+    tell_done(p->client, p->req, rc);
+    put_free(p);
+}
+
+void kv_server_drop_puts(struct client *c)
+{
+    while (!bt_list_empty(&c->puts)) {
+        struct put *p = BT_LIST_ENTRY(c->puts.next, struct put, link);
+
+        BT_BUG_ON(p->reading); /* the net's proof */
+        kv_tiers_abort(c->server->cfg.tiers, p->blob);
+        put_free(p);
+    }
+}
+
+/* A layer is complete: is it what the head says? */
+static bool layer_is_right(struct put *p, uint32_t layer)
+{
+    struct kv_server *s = p->client->server;
+
+    if (kv_blob_sum(kv_blob_layer(s->cfg.tiers, p->blob, layer), p->shape.layer_bytes) ==
+        p->sums[layer]) {
+        return true;
+    }
+    kv_server_add(&s->bad, 1);
+    BT_WARN("store_checksum", "peer=%s layer=%u", p->client->link ? p->client->link->name : "?",
+            layer);
+    return false;
+}
+
+/* ---- the beginning ---- */
+
+static int check_head(struct client *c, const struct wire_store *m, const struct kv_blob_meta *meta)
+{
+    struct kv_server *s = c->server;
+    size_t bytes = kv_blob_bytes(&meta->shape);
+    struct kv_key key;
+
+    if (!s->cfg.takes_puts || s->stopping) {
+        return BT_E_UNSUPPORTED;
+    }
+    if (c->n_puts >= s->cfg.max_puts ||
+        (c->n_puts > 0 && c->put_bytes + bytes > s->cfg.max_pinned_bytes)) {
+        return BT_E_EXHAUSTED;
+    }
+    kv_key_block(s->hasher, &meta->parent, meta->ids, meta->n_tokens, &key);
+    if (!kv_key_eq(&key, &meta->key)) {
+        return BT_E_INVALID;
+    }
+    if (m->method == BT_NET_METHOD_PULL &&
+        (m->offset > c->link->bytes || bytes > c->link->bytes - m->offset)) {
+        return BT_E_INVALID;
+    }
+    return BT_OK;
+}
+
+static void tell_go(struct put *p)
+{
+    struct kv_server *s = p->client->server;
+    struct wire_store m = {.type = WIRE_STORE_GO, .req = p->req};
+    struct bt_buf data = {0};
+    int rc = BT_OK;
+
+    if (p->method == BT_NET_METHOD_PUT) {
+        m.n_layers = p->shape.n_layers;
+        for (uint32_t l = 0; rc == BT_OK && l < p->shape.n_layers; l++) {
+            const char *at = kv_blob_layer(s->cfg.tiers, p->blob, l);
+
+            rc = wire_store_add_u64(&data, (uint64_t)(at - (const char *)s->region->base));
+        }
+    }
+    if (rc == BT_OK) {
+        kv_link_send(p->client->link, &m, bt_buf_str(&data));
+    } else {
+        kv_link_close(p->client->link, rc, "out of memory");
+    }
+    bt_buf_fini(&data);
+}
+
+static int begin(struct client *c, const struct wire_store *m, const struct kv_blob_meta *meta)
+{
+    struct kv_server *s = c->server;
+    struct put *p = bt_calloc(1, sizeof(*p) + meta->shape.n_layers * sizeof(p->sums[0]));
+    int rc;
+
+    if (!p) {
+        return BT_E_EXHAUSTED;
+    }
+    rc = kv_tiers_reserve(s->cfg.tiers, meta, &p->blob);
+    if (rc != BT_OK) {
+        free(p);
+        return rc;
+    }
+    p->client = c;
+    c->refs++;
+    c->n_puts++;
+    c->put_bytes += kv_blob_bytes(&meta->shape);
+    p->req = m->req;
+    p->method = (enum bt_net_method)m->method;
+    p->at = c->link->base + m->offset;
+    p->shape = meta->shape;
+    memcpy(p->sums, meta->sums, meta->shape.n_layers * sizeof(p->sums[0]));
+    bt_list_init(&p->link);
+    bt_list_init(&p->pull_link);
+    bt_list_push_back(&c->puts, &p->link);
+    pthread_mutex_lock(&s->lock);
+    s->n_alive++;
+    pthread_mutex_unlock(&s->lock);
+    if (p->method == BT_NET_METHOD_PULL) {
+        bt_list_push_back(&s->pulling, &p->pull_link);
+        kv_links_pump(&s->links);
+    } else {
+        tell_go(p);
+    }
+    return BT_OK;
+}
+
+void kv_server_on_put(struct client *c, const struct wire_store *m, struct bt_str data)
+{
+    int32_t *ids = bt_calloc(KV_BLOB_MAX_TOKENS, sizeof(*ids));
+    uint64_t sums[KV_BLOB_MAX_LAYERS];
+    struct kv_blob_room room = {ids, KV_BLOB_MAX_TOKENS, sums, KV_BLOB_MAX_LAYERS};
+    struct kv_blob_meta meta;
+    size_t n;
+    int rc = BT_E_EXHAUSTED;
+
+    if (ids && (kv_blob_decode(data.p, data.n, &room, &meta, &n) != BT_OK || n != data.n)) {
+        free(ids);
+        kv_link_violation(c->link, "malformed head of a block", m);
+        return;
+    }
+    if (ids) {
+        rc = check_head(c, m, &meta);
+        rc = rc == BT_OK ? begin(c, m, &meta) : rc;
+    }
+    free(ids);
+    if (rc != BT_OK) {
+        tell_done(c, m->req, rc);
+    }
+}
+
+static struct put *find(struct client *c, uint64_t req)
+{
+    bt_list_for_each (it, &c->puts) {
+        struct put *p = BT_LIST_ENTRY(it, struct put, link);
+
+        if (p->req == req) {
+            return p;
+        }
+    }
+    return NULL;
+}
+
+/* ---- pull ---- */
+
+static void on_read(void *arg, int rc)
+{
+    struct put *p = arg;
+
+    p->reading = false;
+    p->rc = rc;
+    kv_links_pump(&p->client->server->links);
+}
+
+/* Reads the next piece. False: nothing more to do for it now; it may be gone. */
+static bool pull_piece(struct put *p, size_t *budget)
+{
+    struct kv_server *s = p->client->server;
+    struct kv_link *l = p->client->link;
+    size_t n = BT_MIN(p->shape.layer_bytes - p->offset, (size_t)KV_LINK_PIECE_BYTES);
+    char *to = (char *)kv_blob_layer(s->cfg.tiers, p->blob, p->layer) + p->offset;
+    uint64_t from = p->at + (uint64_t)p->layer * p->shape.layer_bytes + p->offset;
+
+    if (l->closing || kv_link_rkey(l, NULL) != BT_OK) {
+        kv_link_close(l, BT_E_PEER_PROTOCOL, "memory key");
+        return false;
+    }
+    p->reading = true;
+    if (bt_net_get(l->net, to, from, n, l->rkey, on_read, p) != BT_OK) {
+        p->reading = false;
+        kv_link_close(l, BT_E_PEER_LOST, "the client's memory cannot be read");
+        return false;
+    }
+    *budget -= BT_MIN(*budget, n);
+    p->offset += n;
+    return true;
+}
+
+/* After a read. False: over. */
+static bool pull_next(struct put *p)
+{
+    if (p->rc != BT_OK) {
+        kv_link_close(p->client->link, BT_E_PEER_LOST, "the client's memory cannot be read");
+        return false;
+    }
+    if (p->offset < p->shape.layer_bytes) {
+        return true;
+    }
+    if (!layer_is_right(p, p->layer)) {
+        finish(p, BT_E_CORRUPT);
+        return false;
+    }
+    p->offset = 0;
+    if (++p->layer == p->shape.n_layers) {
+        finish(p, BT_OK);
+        return false;
+    }
+    return true;
+}
+
+bool kv_server_pump_puts(struct kv_server *s, size_t *budget)
+{
+    struct bt_list turn;
+    struct bt_list *it;
+
+    bt_list_init(&turn);
+    while (*budget > 0 && (it = bt_list_pop_front(&s->pulling)) != NULL) {
+        struct put *p = BT_LIST_ENTRY(it, struct put, pull_link);
+        bool on = p->offset == 0 || p->reading || pull_next(p);
+
+        while (on && !p->reading && *budget > 0) {
+            on = pull_piece(p, budget) && (p->reading || pull_next(p));
+        }
+        if (on) {
+            bt_list_push_back(&turn, &p->pull_link);
+        }
+    }
+    while ((it = bt_list_pop_front(&turn)) != NULL) {
+        bt_list_push_back(&s->pulling, it);
+    }
+    return *budget == 0; /* else all wait for a read, which pumps when it is back */
+}
+
+/* ---- message ---- */
+
+void kv_server_on_put_data(struct client *c, const struct wire_store *m, struct bt_str data)
+{
+    struct put *p = find(c, m->req);
+
+    if (!p) {
+        return; /* of one that was refused or given up */
+    }
+    if (p->method != BT_NET_METHOD_MESSAGE || m->item != 0 || m->layer != p->layer ||
+        m->offset != p->offset || data.n == 0 || data.n > p->shape.layer_bytes - p->offset) {
+        kv_link_violation(c->link, "a part that does not follow on", m);
+        return;
+    }
+    memcpy((char *)kv_blob_layer(c->server->cfg.tiers, p->blob, p->layer) + p->offset, data.p,
+           data.n);
+    p->offset += data.n;
+    if (p->offset < p->shape.layer_bytes) {
+        return;
+    }
+    if (!layer_is_right(p, p->layer)) {
+        finish(p, BT_E_CORRUPT);
+        return;
+    }
+    p->offset = 0;
+    if (++p->layer == p->shape.n_layers) {
+        finish(p, BT_OK);
+    }
+}
+
+/* ---- put ---- */
+
+void kv_server_on_placed(struct client *c, const struct wire_store *m)
+{
+    struct put *p = find(c, m->req);
+
+    if (!p || p->method != BT_NET_METHOD_PUT) {
+        kv_link_violation(c->link, "PLACED of no put", m);
+        return;
+    }
+    for (uint32_t l = 0; l < p->shape.n_layers; l++) {
+        if (!layer_is_right(p, l)) {
+            finish(p, BT_E_CORRUPT);
+            return;
+        }
+    }
+    finish(p, BT_OK);
+}

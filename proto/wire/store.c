@@ -1,0 +1,389 @@
+/* Pack and unpack of the block server's messages: a cursor that knows the end, nothing else. */
+#include "proto/wire/store.h"
+
+struct cursor {
+    uint8_t *p; /* only written when packing */
+    size_t at, n;
+    bool bad; /* a read past the end, or a zero field that is not zero */
+};
+
+static void put(struct cursor *c, uint64_t v, int bytes)
+{
+    for (int i = 0; i < bytes; i++) {
+        c->p[c->at++] = (uint8_t)(v >> (8 * i));
+    }
+}
+
+static void put_bytes(struct cursor *c, const void *p, size_t n)
+{
+    if (n) {
+        memcpy(c->p + c->at, p, n);
+    }
+    c->at += n;
+}
+
+static uint64_t get(struct cursor *c, int bytes)
+{
+    uint64_t v = 0;
+
+    if (c->n - c->at < (size_t)bytes) {
+        c->bad = true;
+        c->at = c->n;
+        return 0;
+    }
+    for (int i = 0; i < bytes; i++) {
+        v |= (uint64_t)c->p[c->at++] << (8 * i);
+    }
+    return v;
+}
+
+static uint32_t get32(struct cursor *c)
+{
+    return (uint32_t)get(c, 4);
+}
+
+static void get_zero(struct cursor *c, int bytes)
+{
+    if (get(c, bytes) != 0) {
+        c->bad = true;
+    }
+}
+
+static struct bt_str get_str(struct cursor *c, size_t n, size_t max)
+{
+    struct bt_str s = {(const char *)c->p + c->at, n};
+
+    if (n > max || c->n - c->at < n) {
+        c->bad = true;
+        c->at = c->n;
+        return (struct bt_str){0};
+    }
+    c->at += n;
+    return s;
+}
+
+const char *wire_store_type_name(int type)
+{
+    static const char *const names[] = {"?",   "HELLO", "REFUSE", "PING", "PONG",
+                                        "GET", "HAVE",  "MISS",   "DATA", "RELEASE",
+                                        "PUT", "GO",    "PLACED", "DONE"};
+
+    return type > 0 && type < (int)BT_ARRAY_LEN(names) ? names[type] : names[0];
+}
+
+/* ---- pack ---- */
+
+static void pack_hello(const struct wire_store *m, struct cursor *c)
+{
+    BT_BUG_ON(m->name.n > WIRE_STORE_MAX_NAME || m->key.n > WIRE_STORE_MAX_KEY);
+    put(c, m->version_min, 2);
+    put(c, m->version_max, 2);
+    put(c, m->method, 1);
+    put(c, 0, 3);
+    put(c, m->incarnation, 8);
+    put(c, m->base, 8);
+    put(c, m->bytes, 8);
+    put(c, m->name.n, 2);
+    put(c, m->key.n, 2);
+    put(c, 0, 4);
+    put_bytes(c, m->name.p, m->name.n);
+    put_bytes(c, m->key.p, m->key.n);
+}
+
+static void pack_text(const struct wire_store *m, struct cursor *c)
+{
+    size_t n = BT_MIN(m->text.n, (size_t)WIRE_STORE_MAX_TEXT);
+
+    put(c, (uint32_t)m->rc, 4);
+    put(c, n, 2);
+    put(c, 0, 2);
+    put_bytes(c, m->text.p, n);
+}
+
+static void pack_rest(const struct wire_store *m, struct cursor *c)
+{
+    switch (m->type) {
+    case WIRE_STORE_HELLO:
+        pack_hello(m, c);
+        break;
+    case WIRE_STORE_REFUSE:
+        pack_text(m, c);
+        break;
+    case WIRE_STORE_PING:
+    case WIRE_STORE_PONG:
+        break;
+    case WIRE_STORE_GET:
+        put(c, m->n_items, 4);
+        put(c, m->method, 1);
+        put(c, 0, 3);
+        put(c, m->n_layers, 4);
+        put(c, m->block_tokens, 4);
+        put(c, m->layer_bytes, 8);
+        put_bytes(c, m->root, sizeof(m->root));
+        break;
+    case WIRE_STORE_HAVE:
+        put(c, m->item, 4);
+        put(c, m->n_layers, 4);
+        put(c, m->generation, 8);
+        break;
+    case WIRE_STORE_MISS:
+        put(c, m->item, 4);
+        put(c, (uint32_t)m->rc, 4);
+        break;
+    case WIRE_STORE_DATA:
+        put(c, m->item, 4);
+        put(c, m->layer, 4);
+        put(c, m->offset, 8);
+        break;
+    case WIRE_STORE_RELEASE:
+    case WIRE_STORE_PLACED:
+        put(c, 0, 8);
+        break;
+    case WIRE_STORE_PUT:
+        put(c, m->method, 1);
+        put(c, 0, 7);
+        put(c, m->offset, 8);
+        break;
+    case WIRE_STORE_GO:
+        put(c, m->n_layers, 4);
+        put(c, 0, 4);
+        break;
+    case WIRE_STORE_DONE:
+        put(c, (uint32_t)m->rc, 4);
+        put(c, 0, 4);
+        break;
+    }
+}
+
+size_t wire_store_pack(const struct wire_store *m, char *buf)
+{
+    struct cursor c = {.p = (uint8_t *)buf, .n = WIRE_STORE_MAX_HEAD};
+    size_t end;
+
+    put(&c, WIRE_STORE_MAGIC, 2);
+    put(&c, m->version ? m->version : WIRE_STORE_VERSION, 1);
+    put(&c, m->type, 1);
+    put(&c, 0, 4);
+    if (m->type >= WIRE_STORE_GET) {
+        put(&c, m->req, 8);
+    }
+    pack_rest(m, &c);
+    end = c.at;
+    c.at = 4;
+    put(&c, end, 4);
+    return end;
+}
+
+/* ---- unpack ---- */
+
+static void unpack_hello(struct cursor *c, struct wire_store *m)
+{
+    size_t name_n, key_n;
+
+    m->version_min = (uint16_t)get(c, 2);
+    m->version_max = (uint16_t)get(c, 2);
+    m->method = (uint8_t)get(c, 1);
+    get_zero(c, 3);
+    m->incarnation = get(c, 8);
+    m->base = get(c, 8);
+    m->bytes = get(c, 8);
+    name_n = (size_t)get(c, 2);
+    key_n = (size_t)get(c, 2);
+    get_zero(c, 4);
+    m->name = get_str(c, name_n, WIRE_STORE_MAX_NAME);
+    m->key = get_str(c, key_n, WIRE_STORE_MAX_KEY);
+    if (m->version_min > m->version_max || m->version_min == 0 || m->name.n == 0 ||
+        m->base > UINT64_MAX - m->bytes || (m->method > 2 && m->method != WIRE_STORE_NO_METHOD)) {
+        c->bad = true;
+    }
+}
+
+static void unpack_text(struct cursor *c, struct wire_store *m)
+{
+    size_t n;
+
+    m->rc = (int32_t)get32(c);
+    n = (size_t)get(c, 2);
+    get_zero(c, 2);
+    m->text = get_str(c, n, WIRE_STORE_MAX_TEXT);
+    if (m->rc >= 0) {
+        c->bad = true;
+    }
+}
+
+static void unpack_get(struct cursor *c, struct wire_store *m)
+{
+    struct bt_str root;
+
+    m->n_items = get32(c);
+    m->method = (uint8_t)get(c, 1);
+    get_zero(c, 3);
+    m->n_layers = get32(c);
+    m->block_tokens = get32(c);
+    m->layer_bytes = get(c, 8);
+    root = get_str(c, sizeof(m->root), sizeof(m->root));
+    if (root.n) {
+        memcpy(m->root, root.p, root.n);
+    }
+    if (m->n_items == 0 || m->n_items > WIRE_STORE_MAX_ITEMS || m->method > 2) {
+        c->bad = true;
+    }
+}
+
+static void unpack_rest(struct cursor *c, struct wire_store *m)
+{
+    switch (m->type) {
+    case WIRE_STORE_HELLO:
+        unpack_hello(c, m);
+        break;
+    case WIRE_STORE_REFUSE:
+        unpack_text(c, m);
+        break;
+    case WIRE_STORE_PING:
+    case WIRE_STORE_PONG:
+        break;
+    case WIRE_STORE_GET:
+        unpack_get(c, m);
+        break;
+    case WIRE_STORE_HAVE:
+        m->item = get32(c);
+        m->n_layers = get32(c);
+        m->generation = get(c, 8);
+        break;
+    case WIRE_STORE_MISS:
+        m->item = get32(c);
+        m->rc = (int32_t)get32(c);
+        c->bad = c->bad || m->rc >= 0;
+        break;
+    case WIRE_STORE_DATA:
+        m->item = get32(c);
+        m->layer = get32(c);
+        m->offset = get(c, 8);
+        break;
+    case WIRE_STORE_RELEASE:
+    case WIRE_STORE_PLACED:
+        get_zero(c, 8);
+        break;
+    case WIRE_STORE_PUT:
+        m->method = (uint8_t)get(c, 1);
+        get_zero(c, 7);
+        m->offset = get(c, 8);
+        c->bad = c->bad || m->method > 2;
+        break;
+    case WIRE_STORE_GO:
+        m->n_layers = get32(c);
+        get_zero(c, 4);
+        break;
+    case WIRE_STORE_DONE:
+        m->rc = (int32_t)get32(c);
+        get_zero(c, 4);
+        c->bad = c->bad || m->rc > 0;
+        break;
+    default:
+        c->bad = true;
+        break;
+    }
+}
+
+int wire_store_unpack(struct bt_str head, struct wire_store *ret, struct bt_err *err)
+{
+    struct cursor c = {.p = (uint8_t *)(uintptr_t)head.p, .n = head.n};
+    struct wire_store *m = ret;
+    uint32_t magic, version, type, bytes;
+    bool frozen;
+
+    memset(m, 0, sizeof(*m));
+    magic = (uint32_t)get(&c, 2);
+    version = (uint32_t)get(&c, 1);
+    type = (uint32_t)get(&c, 1);
+    bytes = get32(&c);
+    if (c.bad || magic != WIRE_STORE_MAGIC) {
+        return BT_FAIL(err, BT_E_PEER_PROTOCOL, "not a message of a block server");
+    }
+    frozen = type == WIRE_STORE_HELLO || type == WIRE_STORE_REFUSE;
+    if (frozen ? version != 1 : version < WIRE_STORE_VERSION_MIN || version > WIRE_STORE_VERSION) {
+        return BT_FAIL(err, BT_E_INCOMPATIBLE,
+                       "store wire version %u from the peer, this node speaks %d to %d", version,
+                       WIRE_STORE_VERSION_MIN, WIRE_STORE_VERSION);
+    }
+    m->version = (uint8_t)version;
+    m->type = (enum wire_store_type)type;
+    if (type >= WIRE_STORE_GET) {
+        m->req = get(&c, 8);
+    }
+    unpack_rest(&c, m);
+    if (c.bad || bytes != head.n || c.at != c.n) {
+        return BT_FAIL(err, BT_E_PEER_PROTOCOL, "malformed store message %s of %zu bytes",
+                       wire_store_type_name((int)type), head.n);
+    }
+    return BT_OK;
+}
+
+/* ---- data ---- */
+
+int wire_store_add_u64(struct bt_buf *to, uint64_t v)
+{
+    uint8_t b[8];
+    struct cursor c = {.p = b, .n = sizeof(b)};
+
+    put(&c, v, 8);
+    return bt_buf_add(to, b, sizeof(b));
+}
+
+uint64_t wire_store_u64(const char *p)
+{
+    struct cursor c = {.p = (uint8_t *)(uintptr_t)p, .n = 8};
+
+    return get(&c, 8);
+}
+
+int32_t wire_store_i32(const char *p)
+{
+    struct cursor c = {.p = (uint8_t *)(uintptr_t)p, .n = 4};
+
+    return (int32_t)get32(&c);
+}
+
+int wire_store_add_item(struct bt_buf *to, const struct wire_store_item *item, const int32_t *ids)
+{
+    uint8_t head[WIRE_STORE_ITEM_BYTES];
+    struct cursor c = {.p = head, .n = sizeof(head)};
+    int rc;
+
+    put_bytes(&c, item->key, 16);
+    put_bytes(&c, item->parent, 16);
+    put(&c, item->prefix, 8);
+    put(&c, item->n_tokens, 4);
+    put(&c, 0, 4);
+    rc = bt_buf_add(to, head, sizeof(head));
+    for (uint32_t i = 0; rc == BT_OK && i < item->n_tokens; i++) {
+        uint8_t b[4];
+
+        c = (struct cursor){.p = b, .n = sizeof(b)};
+        put(&c, (uint32_t)ids[i], 4);
+        rc = bt_buf_add(to, b, sizeof(b));
+    }
+    return rc;
+}
+
+bool wire_store_take_item(struct bt_str *data,
+                          uint32_t max_tokens,
+                          struct wire_store_item *ret_item)
+{
+    struct cursor c = {.p = (uint8_t *)(uintptr_t)data->p, .n = data->n};
+    struct bt_str key = get_str(&c, 16, 16), parent = get_str(&c, 16, 16);
+
+    ret_item->prefix = get(&c, 8);
+    ret_item->n_tokens = get32(&c);
+    get_zero(&c, 4);
+    if (c.bad || ret_item->n_tokens == 0 || ret_item->n_tokens > max_tokens ||
+        (c.n - c.at) / 4 < ret_item->n_tokens) {
+        return false;
+    }
+    memcpy(ret_item->key, key.p, 16);
+    memcpy(ret_item->parent, parent.p, 16);
+    ret_item->ids = data->p + c.at;
+    c.at += (size_t)ret_item->n_tokens * 4;
+    *data = (struct bt_str){data->p + c.at, data->n - c.at};
+    return true;
+}
