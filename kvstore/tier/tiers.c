@@ -5,8 +5,9 @@
 
 #include <stdlib.h>
 
-#define HOST_START 0.25 /* ns a byte until measured: 4 GB/s */
-#define DISK_START 2.0  /* likewise: 500 MB/s */
+#define SHARE_BYTES (4u << 20)
+#define HOST_START  0.25 /* ns a byte until measured: 4 GB/s */
+#define DISK_START  2.0  /* likewise: 500 MB/s */
 
 /* ---- events ---- */
 
@@ -188,6 +189,7 @@ int kv_tiers_create(const struct kv_tiers_cfg *cfg, struct kv_tiers **ret_tiers,
     t->conf.disk_path = NULL; /* borrowed */
     t->shape = cfg->shape;
     t->key_bits = cfg->key_bits;
+    t->share_bytes = cfg->share_bytes ? cfg->share_bytes : SHARE_BYTES;
     t->events = cfg->events;
     t->arg = cfg->arg;
     t->mem = cfg->mem ? cfg->mem : &bt_mem_host;

@@ -68,6 +68,7 @@ struct kv_tiers_cfg {
     const struct bt_mem_ops *mem;     /* of the host tier's region; NULL = bt_mem_host */
     struct kv_blob_shape shape;       /* of the engine's blocks; all 0 = no source (a daemon) */
     int key_bits;                     /* 0 = all; fewer make collisions, for tests */
+    uint64_t share_bytes;             /* loads of this size are shared among threads; 0 = 4 MiB */
     /* In the order in which it happened; one thread at a time. NULL = not wanted. */
     void (*events)(void *arg, const struct kv_tiers_event *ev, size_t n);
     void *arg;

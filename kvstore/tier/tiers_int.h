@@ -37,7 +37,9 @@ struct kv_blob {
     uint64_t *sums;
 };
 
-enum kv_job_kind { KV_JOB_LOAD, KV_JOB_OFFER, KV_JOB_BRING };
+enum kv_job_kind { KV_JOB_LOAD, KV_JOB_HELP, KV_JOB_OFFER, KV_JOB_BRING };
+
+struct kv_loading; /* load.c */
 
 struct kv_job {
     struct bt_list link;
@@ -46,6 +48,7 @@ struct kv_job {
     atomic_bool cancelled;
     uint64_t bytes[2]; /* queued: host, disk */
     struct kv_load *load;
+    struct kv_loading *loading; /* of a helper, whose job it is part of */
     struct kv_bring *bring;
     struct kv_offer offer; /* chain is not valid */
     struct kv_blob *blob;  /* of an offer */
@@ -64,7 +67,8 @@ struct kv_limit {
     uint64_t next_ns;
 };
 
-/* What moving a byte takes one thread, as measured: a mean that forgets. */
+/* What moving a byte takes in a load, as measured: a mean that forgets, small loads counting less.
+ */
 struct kv_rate {
     double ns_per_byte;
     bool measured;
@@ -78,7 +82,10 @@ static inline void kv_rate_add(struct kv_rate *r, uint64_t bytes, uint64_t ns)
     double now = bytes ? (double)BT_MAX(ns, 1u) / (double)bytes : 0;
 
     if (bytes > 0) {
-        r->ns_per_byte = r->measured ? 0.7 * r->ns_per_byte + 0.3 * now : now;
+        double weight = (double)bytes / (8u << 20);
+
+        weight = weight < 0.1 ? 0.1 : weight > 0.3 ? 0.3 : weight;
+        r->ns_per_byte = r->measured ? r->ns_per_byte + weight * (now - r->ns_per_byte) : now;
         r->measured = true;
     }
 }
@@ -88,6 +95,7 @@ struct kv_tiers {
     struct kv_tiers_conf conf;
     struct kv_blob_shape shape;
     int key_bits;
+    uint64_t share_bytes;
     void (*events)(void *arg, const struct kv_tiers_event *ev, size_t n);
     void *arg;
     const struct bt_mem_ops *mem;
@@ -181,10 +189,17 @@ static inline bool kv_host_dirty(const struct kv_blob *b)
 
 void kv_job_load(struct kv_tiers *t, struct kv_job *job);
 void kv_job_bring(struct kv_tiers *t, struct kv_job *job);
+/* A worker has picked a helper's job up; lock held. Then without it: the job is gone afterwards. */
+void kv_job_help_begin(struct kv_job *job);
+void kv_job_help(struct kv_tiers *t, struct kv_job *job);
+
 /* ---- worker.c ---- */
 
 extern const struct kv_source_ops kv_tiers_source_ops;
 void *kv_worker_run(void *tiers);
+/* A load is no longer queued or running: counters, and its job is not the load's any more. Lock
+ * held. */
+void kv_load_forget(struct kv_tiers *t, struct kv_job *job);
 /* Queues a job; lock held. */
 void kv_job_push(struct kv_tiers *t, struct kv_job *job);
 /* Waits until `bytes` may move; lock held, given up meanwhile. False: cancelled or stopped. */

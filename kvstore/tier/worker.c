@@ -111,10 +111,16 @@ void *kv_worker_run(void *tiers)
             continue;
         }
         job->started = true;
+        if (job->kind == KV_JOB_HELP) {
+            kv_job_help_begin(job);
+        }
         pthread_mutex_unlock(&t->lock);
         switch (job->kind) {
         case KV_JOB_LOAD:
             kv_job_load(t, job);
+            break;
+        case KV_JOB_HELP:
+            kv_job_help(t, job);
             break;
         case KV_JOB_BRING:
             kv_job_bring(t, job);
@@ -150,7 +156,6 @@ static void estimate(struct kv_tiers *t, struct kv_find *f, const struct kv_foun
     disk = f->n_tier[KV_TIER_DISK] * size;
     queue = kv_rate_ns(&t->host_rate, t->queued[0]) + kv_rate_ns(&t->disk_rate, t->queued[1]) +
             kv_rate_ns(&t->host_rate, t->offer_bytes / 4);
-    queue /= (uint64_t)t->n_workers;
     f->load_ns = queue + kv_rate_ns(&t->host_rate, host) + kv_rate_ns(&t->disk_rate, disk);
     f->fast_ns = queue + kv_rate_ns(&t->host_rate, f->n_fast * size);
 }
@@ -237,6 +242,15 @@ static void src_load(struct kv_source *src, struct kv_load *l)
     pthread_mutex_unlock(&t->lock);
 }
 
+void kv_load_forget(struct kv_tiers *t, struct kv_job *job)
+{
+    t->queued[0] -= job->bytes[0];
+    t->queued[1] -= job->bytes[1];
+    t->stats.n_loads--;
+    t->stats.loads++;
+    job->load->priv = NULL;
+}
+
 static void src_load_cancel(struct kv_source *src, struct kv_load *l)
 {
     struct kv_tiers *t = tiers_of(src);
@@ -252,10 +266,7 @@ static void src_load_cancel(struct kv_source *src, struct kv_load *l)
     }
     if (queued) {
         bt_list_remove(&job->link);
-        t->queued[0] -= job->bytes[0];
-        t->queued[1] -= job->bytes[1];
-        t->stats.n_loads--;
-        l->priv = NULL;
+        kv_load_forget(t, job);
     }
     pthread_mutex_unlock(&t->lock);
     if (queued) {

@@ -48,6 +48,7 @@ void world_start(struct world *w)
     struct kv_tiers_cfg cfg = {.conf = &w->conf,
                                .shape = kv_blob_shape_of(kv_pool_layout(w->pool), BLOCK),
                                .key_bits = w->key_bits,
+                               .share_bytes = w->share_bytes,
                                .events = w->events,
                                .arg = w->arg};
     struct bt_err err = {0};

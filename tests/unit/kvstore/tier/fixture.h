@@ -22,6 +22,7 @@ struct world {
     struct kv_source *src;
     char dir[64];
     int key_bits;
+    uint64_t share_bytes; /* of a load, from which on threads share it */
     bool no_source;
     void (*events)(void *arg, const struct kv_tiers_event *ev, size_t n);
     void *arg;

@@ -156,6 +156,44 @@ static bool bring_over(void *arg)
     return atomic_load((atomic_int *)arg) != BT_PENDING;
 }
 
+/* Many threads work on one load, from both tiers; a damaged file among them. */
+static void test_shared_load(void **state)
+{
+    struct world w;
+    struct chain c;
+    struct taken t;
+    char path[512];
+
+    world_make(&w, 256, 64);
+    world_with_disk(&w, 200);
+    w.conf.threads = 6;
+    w.share_bytes = 1;
+    world_start(&w);
+    chain_make(&w, &c, 1, 40, 1, 40);
+    assert_int_equal(offer_chain(&w, &c), 40);
+    flush(&w);
+    restart(&w);
+    chain_make(&w, &c, 1, 20, 1, 20);
+    for (int round = 0; round < 30; round++) {
+        assert_int_equal(take_chain(&w, &c), 20); /* promotes half of them */
+    }
+    chain_make(&w, &c, 1, 40, 1, 40);
+    take_find(&w, &c, 0, &t);
+    assert_int_equal(t.find.n_tier[KV_TIER_HOST], 20);
+    assert_int_equal(t.find.n_tier[KV_TIER_DISK], 20);
+    take_load(&w, &t);
+    assert_int_equal(t.load.n_good, 40);
+    assert_int_equal(t.load.layers_ready, N_LAYERS);
+    assert_true(t.n_progress >= 1 && t.n_progress <= N_LAYERS);
+    assert_true(take_right(&w, &c, &t, 40));
+    take_end(&w, &t);
+    file_of(&w, &c, 30, path, sizeof(path));
+    assert_int_equal(truncate(path, 4096), 0);
+    assert_int_equal(take_chain(&w, &c), 30);
+    assert_int_equal(disk(&w).bad, 1);
+    world_free(&w);
+}
+
 static void test_bring(void **state)
 {
     struct world w;
@@ -844,6 +882,8 @@ static void test_random_work_of_many(void **state)
 
     world_make(&w, 16, 30);
     world_with_disk(&w, 60);
+    w.conf.threads = 3;
+    w.share_bytes = 3 * BLOB_BYTES;
     world_start(&w);
     for (uint32_t i = 0; i < N_USERS; i++) {
         world_make(&u[i].w, 64, 1);
@@ -886,6 +926,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_sinks_and_comes_back),
         cmocka_unit_test(test_second_use_promotes),
+        cmocka_unit_test(test_shared_load),
         cmocka_unit_test(test_bring),
         cmocka_unit_test(test_space_is_bounded),
         cmocka_unit_test(test_rate_and_pressure),
