@@ -1,7 +1,8 @@
 /* Scheduler, fifth part: blocks are offered to sources for keeping.
  *
  * Every block that comes into the prefix index (computed, received, loaded) is queued for each
- * source and offered soon, so that giving it up later loses nothing. An open offer holds its block
+ * source and offered soon, so that giving it up later loses nothing; one that was adopted from a
+ * predecessor when it is first used, for then its bytes were checked. An open offer holds its block
  * and all before it; their pages stay as they are. A source that has many offers open gets the next
  * one when one is done. What is given up before its turn is left out.
  *

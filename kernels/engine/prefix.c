@@ -94,6 +94,10 @@ void kn_sched_use_held(struct kn_sched *sched, struct kn_seq *s)
 
     for (uint32_t i = 0; i < s->n_blocks; i++) {
         memcpy(s->pages + (size_t)i * n, s->blocks[i]->pages, n * sizeof(*s->pages));
+        if (s->blocks[i]->adopted) {
+            s->blocks[i]->adopted = false;
+            kn_sched_queue_offer(sched, s->blocks[i]);
+        }
     }
     s->n_pages = s->n_blocks * n;
     s->n_computed = s->n_blocks * kn_sched_block_tokens(sched);

@@ -102,7 +102,7 @@ static bool take_over(struct kv_index *x, uint32_t slot)
     b->parent = parent;
     b->n_refs = 0;
     kv_index_enter(x, b);
-    b->unchecked = true;
+    b->unchecked = b->adopted = true;
     return true;
 }
 

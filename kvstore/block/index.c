@@ -251,7 +251,7 @@ void kv_index_enter(struct kv_index *x, struct kv_block *b)
     b->n_children = 0;
     b->used_ns = x->now_ns;
     b->mark = 0;
-    b->unchecked = b->doomed = false;
+    b->unchecked = b->adopted = b->doomed = false;
     b->generation = ++x->generation;
     if (b->parent) {
         b->parent->n_children++;

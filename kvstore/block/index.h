@@ -24,7 +24,8 @@
 
 struct kv_index;
 
-/* Read-only for users, except `mark`. Valid while held, or until `changes` changes. */
+/* Read-only for users, except `mark` and `adopted`. Valid while held, or until `changes` changes.
+ */
 struct kv_block {
     struct bt_list link;     /* unheld blocks, least recently used first */
     struct kv_block *next;   /* in its bucket */
@@ -35,6 +36,7 @@ struct kv_block {
     uint64_t used_ns;    /* when the last holder let go, by kv_index_set_time */
     uint32_t mark;       /* scratch of the caller, 0 in between */
     bool unchecked;      /* adopted, bytes not looked at yet; false for whatever is held */
+    bool adopted;        /* so far nobody was offered it; whoever offers it clears this */
     bool doomed;         /* the index's own */
     uint64_t generation; /* of the entry; never used twice; 0 = none */
     int32_t *ids;        /* [block_tokens] */

@@ -257,6 +257,26 @@ def test_stop_and_upgrade_keep_the_cache(cluster, plain):
     assert ask(c, prompt, LOCAL).usage.cached_tokens == 0
 
 
+def test_adopted_blocks_sink_into_the_tiers(cluster, plain):
+    """Used once after the restart, they are kept elsewhere too when the pool needs their pages."""
+    page = 3 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, dim, tokens, bytes
+    c = cluster(prefill=0, decode=1, role="both", keeper=True, pool=str(page * 90),
+                node_args=["--engine.bring=always"])
+    c.allow(*DEATHS)
+    prompt = ids(6, 300)
+    ask(c, prompt, LOCAL)
+    kill(c, "decode-0")
+    c.restart("decode-0")
+    assert ask(c, prompt, LOCAL).usage.cached_tokens == 256
+    for i in range(8):
+        ask(c, ids(60 + i, 900), LOCAL, 1)
+    assert c.status("decode-0").blocks_evicted > 2
+    before = c.status("decode-0").tokens_computed
+    a = ask(c, prompt, LOCAL)
+    assert a.usage.cached_tokens == 256 and list(a.tokens) == want(plain, prompt)
+    assert c.status("decode-0").tokens_computed - before == 300 - 256 + N_TOKENS - 1
+
+
 def test_adopted_blocks_are_announced(cluster):
     """Routers hear of them from the new incarnation as of any other block."""
     c = cluster(prefill=0, decode=1, role="both", keeper=True, node_args=["--engine.block_tokens=64"])
