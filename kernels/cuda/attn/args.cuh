@@ -102,15 +102,18 @@ template <int N>
 __device__ __forceinline__ bool
 is_last(const launch &p, const kn_attn_item &it, const kn_attn_task &task, int *flag)
 {
-    __threadfence();
     named_sync<N>(1);
     if (threadIdx.x == 0) {
-        int n = atomicAdd(p.counters + it.task, 1);
+        int n;
 
+        /* What the block wrote is before this, what the last one reads is after it. */
+        asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+                     : "=r"(n)
+                     : "l"(p.counters + it.task)
+                     : "memory");
         *flag = n == task.n_items - 1;
         if (*flag) {
             p.counters[it.task] = 0;
-            __threadfence();
         }
     }
     named_sync<N>(1);
@@ -119,10 +122,10 @@ is_last(const launch &p, const kn_attn_item &it, const kn_attn_task &task, int *
 
 /* The first N threads of the last block: joins the records of a task and writes its rows. */
 template <typename T, int D, int N>
-__device__ __noinline__ void
+__device__ __forceinline__ void
 combine(const launch &p, const kn_attn_item &it, const kn_attn_task &task, int n_valid)
 {
-    constexpr int AHEAD = 8;
+    constexpr int AHEAD = 4;
     const int row_first = p.row_start[it.seq];
 
     for (int e = threadIdx.x; e < n_valid * (D / 4); e += N) {

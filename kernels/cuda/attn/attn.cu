@@ -9,12 +9,6 @@
 
 namespace {
 
-/* Blocks on a multiprocessor; bound by shared memory for D = 128, by registers for 64. */
-constexpr int decode_blocks(int d)
-{
-    return d == 128 ? 3 : 4;
-}
-
 int log2_of(int x)
 {
     int n = 0;
@@ -76,7 +70,7 @@ struct choice {
 
 template <typename T, int D> choice decode_choice()
 {
-    return {(const void *)attn::unit_kernel<T, D, 1, decode_blocks(D)>,
+    return {(const void *)attn::unit_kernel<T, D, 1, kn_attn_decode_blocks(D)>,
             sizeof(attn::unit_smem<D, 1>)};
 }
 
@@ -144,16 +138,6 @@ int page_map(const kn_cuda_attn_shape *s, const void *kv, CUtensorMap *map)
 }
 
 } // namespace
-
-extern "C" kn_attn_cut kn_attn_cut_decode(const kn_cuda_attn_shape *s)
-{
-    return {s->n_sms * decode_blocks(s->head_dim), 16};
-}
-
-extern "C" kn_attn_cut kn_attn_cut_prefill(const kn_cuda_attn_shape *s)
-{
-    return {s->n_sms, attn::ROWS};
-}
 
 extern "C" bool kn_cuda_attn_supports(const kn_cuda_attn_shape *s, int compute_capability)
 {

@@ -129,16 +129,17 @@ static int64_t block_end(const struct cutter *c, int b)
     return b + 1 == c->w.plan->n_blocks ? end : end / c->grain * c->grain;
 }
 
-/* Whole groups make the fewest records, but each multiprocessor must get its share: where that is
- * few groups, smaller grains even it out; where it is many, single units do no harm. */
+/* Whole groups make the fewest records, but each multiprocessor must get work for two blocks or
+ * more: where that is few groups, smaller grains do it; where it is many, single units even out
+ * shares and their records do not count. */
 static int grain_of(int64_t total, int n_sms)
 {
-    for (int g = KN_ATTN_GROUP; g > 1; g /= 2) {
-        if (total * 20 >= (int64_t)n_sms * g * 19) {
-            return total >= (int64_t)n_sms * g * 8 ? 1 : g;
-        }
+    int g = KN_ATTN_GROUP;
+
+    while (g > 1 && total * 20 < (int64_t)n_sms * 2 * g * 19) {
+        g /= 2;
     }
-    return 1;
+    return total >= (int64_t)n_sms * KN_ATTN_GROUP * 8 ? 1 : g;
 }
 
 static void next_block(struct cutter *c)
@@ -160,7 +161,7 @@ static void cut_task(struct cutter *c, struct kn_attn_item it, int n_units)
     for (int b = c->block; b < last && block_end(c, b) < c->done + n_units; b++) {
         pieces++;
     }
-    if (room >= n_units || c->block == last ||
+    if (room >= n_units || c->block == last || w->n_tasks == KN_ATTN_COUNTERS ||
         w->n_slots + most_records(w, n_units, pieces) > w->max_slots) {
         it.unit1 = n_units;
         it.slot = -1;
@@ -185,33 +186,66 @@ static void cut_task(struct cutter *c, struct kn_attn_item it, int n_units)
     w->n_slots = it.slot;
 }
 
+/* Tasks of decode in their order. */
+struct decode_walk {
+    struct call call;
+    int row_blocks;
+    int seq, index; /* of the next */
+};
+
+static bool next_task(struct decode_walk *w, struct kn_attn_item *ret_it, int *ret_units)
+{
+    while (w->seq < w->call.n_seqs && w->call.ctx_len[w->seq] <= 0) {
+        w->seq++;
+    }
+    if (w->seq == w->call.n_seqs) {
+        return false;
+    }
+    *ret_it = (struct kn_attn_item){.seq = w->seq,
+                                    .kv_head = w->index / w->row_blocks,
+                                    .row0 = w->index % w->row_blocks * w->call.block_rows};
+    *ret_units = ceil_div(w->call.ctx_len[w->seq], KN_ATTN_UNIT);
+    if (++w->index == w->call.n_kv_heads * w->row_blocks) {
+        w->index = 0;
+        w->seq++;
+    }
+    return true;
+}
+
+static int64_t count_units(struct decode_walk w)
+{
+    struct kn_attn_item it;
+    int64_t total = 0;
+    int n;
+
+    while (next_task(&w, &it, &n)) {
+        total += n;
+    }
+    return total;
+}
+
 size_t kn_cuda_attn_plan_decode(const struct kn_cuda_attn_shape *s,
                                 int n_seqs,
                                 const int32_t *ctx_len,
                                 void *plan)
 {
     struct kn_attn_cut cut = kn_attn_cut_decode(s);
-    struct call call = {.n_seqs = n_seqs,
-                        .ctx_len = ctx_len,
-                        .n_kv_heads = s->n_kv_heads,
-                        .group = s->n_heads / s->n_kv_heads,
-                        .block_rows = cut.block_rows};
-    struct cutter c = {0};
-    int row_blocks = ceil_div(call.group, cut.block_rows);
+    int group = s->n_heads / s->n_kv_heads;
+    struct decode_walk walk = {.call = {.n_seqs = n_seqs,
+                                        .ctx_len = ctx_len,
+                                        .n_kv_heads = s->n_kv_heads,
+                                        .group = group,
+                                        .block_rows = cut.block_rows},
+                               .row_blocks = ceil_div(group, cut.block_rows)};
+    struct cutter c = {.total = count_units(walk)};
+    struct kn_attn_item it;
+    int n;
 
     writer_init(&c.w, plan, cut.n_blocks, (int)kn_attn_slots(s, true));
-    for (int q = 0; q < n_seqs; q++) {
-        c.total += (int64_t)ceil_div(ctx_len[q], KN_ATTN_UNIT) * s->n_kv_heads * row_blocks;
-    }
     c.grain = grain_of(c.total, s->n_sms);
     c.w.first[0] = 0;
-    for (int q = 0; q < n_seqs; q++) {
-        for (int i = 0; ctx_len[q] > 0 && i < s->n_kv_heads * row_blocks; i++) {
-            struct kn_attn_item it = {
-                .seq = q, .kv_head = i / row_blocks, .row0 = i % row_blocks * cut.block_rows};
-
-            cut_task(&c, it, units_of(&call, q, it.row0));
-        }
+    while (next_task(&walk, &it, &n)) {
+        cut_task(&c, it, n);
     }
     while (c.block < cut.n_blocks) {
         next_block(&c);
@@ -379,6 +413,16 @@ size_t kn_cuda_attn_plan_prefill(const struct kn_cuda_attn_shape *s,
     return finish(&w);
 }
 
+struct kn_attn_cut kn_attn_cut_decode(const struct kn_cuda_attn_shape *s)
+{
+    return (struct kn_attn_cut){s->n_sms * kn_attn_decode_blocks(s->head_dim), KN_ATTN_DECODE_ROWS};
+}
+
+struct kn_attn_cut kn_attn_cut_prefill(const struct kn_cuda_attn_shape *s)
+{
+    return (struct kn_attn_cut){s->n_sms, KN_ATTN_PREFILL_ROWS};
+}
+
 size_t kn_attn_slots(const struct kn_cuda_attn_shape *s, bool decode)
 {
     int nb = decode ? kn_attn_cut_decode(s).n_blocks : kn_attn_cut_prefill(s).n_blocks;
@@ -394,7 +438,8 @@ kn_cuda_attn_plan_bytes(const struct kn_cuda_attn_shape *s, int max_seqs, int ma
     struct kn_attn_cut d = kn_attn_cut_decode(s), p = kn_attn_cut_prefill(s);
     size_t group = (size_t)(s->n_heads / s->n_kv_heads), heads = (size_t)s->n_kv_heads;
     size_t row_blocks = (group + (size_t)d.block_rows - 1) / (size_t)d.block_rows;
-    size_t decode_items = (size_t)max_seqs * heads * row_blocks + (size_t)d.n_blocks;
+    size_t tasks = (size_t)max_seqs * heads * row_blocks;
+    size_t decode_items = tasks + (size_t)d.n_blocks;
     size_t blocks = (size_t)max_rows * group / (size_t)p.block_rows + (size_t)max_seqs;
     size_t prefill_items = blocks * heads + kn_attn_slots(s, false);
     size_t decode = ((size_t)d.n_blocks + 1) * 4 + decode_items * sizeof(struct kn_attn_item) +

@@ -21,8 +21,14 @@
 extern "C" {
 #endif
 
+#ifdef __CUDACC__
+#define KN_ATTN_BOTH __host__ __device__ constexpr
+#else
+#define KN_ATTN_BOTH static inline
+#endif
+
 #define KN_ATTN_UNIT  128
-#define KN_ATTN_GROUP 4
+#define KN_ATTN_GROUP 8
 
 struct kn_attn_item {
     int32_t seq;
@@ -55,22 +61,25 @@ struct kn_attn_cut {
     int n_blocks;   /* blocks at once on the card */
     int block_rows; /* packed rows of a block */
 };
+#define KN_ATTN_DECODE_ROWS  16
+#define KN_ATTN_PREFILL_ROWS 128
+
+/* Blocks of decode on a multiprocessor: bound by shared memory at 128, by registers at 64. */
+KN_ATTN_BOTH int kn_attn_decode_blocks(int head_dim)
+{
+    return head_dim == 128 ? 3 : 4;
+}
+
 struct kn_attn_cut kn_attn_cut_decode(const struct kn_cuda_attn_shape *s);
 struct kn_attn_cut kn_attn_cut_prefill(const struct kn_cuda_attn_shape *s);
 
 /* Rows in a record, floats in a record: sums [rows][D], maxima [rows], weights [rows], unit. */
-#ifdef __CUDACC__
-#define KN_ATTN_BOTH __host__ __device__
-#else
-#define KN_ATTN_BOTH
-#endif
-
-KN_ATTN_BOTH static inline int kn_attn_record_rows(int block_rows, int group)
+KN_ATTN_BOTH int kn_attn_record_rows(int block_rows, int group)
 {
     return group < block_rows && block_rows == 16 ? group : block_rows;
 }
 
-KN_ATTN_BOTH static inline size_t kn_attn_record_floats(int record_rows, int head_dim)
+KN_ATTN_BOTH size_t kn_attn_record_floats(int record_rows, int head_dim)
 {
     return ((size_t)record_rows * (size_t)(head_dim + 2) + 4 + 3) / 4 * 4;
 }
@@ -78,8 +87,9 @@ KN_ATTN_BOTH static inline size_t kn_attn_record_floats(int record_rows, int hea
 /* Records that the workspace has room for. */
 size_t kn_attn_slots(const struct kn_cuda_attn_shape *s, bool decode);
 
-/* Bytes of counters at the start of the workspace. */
-#define KN_ATTN_COUNTER_BYTES 8192
+/* Counters at the start of the workspace: one a split task. */
+#define KN_ATTN_COUNTERS      2048
+#define KN_ATTN_COUNTER_BYTES (KN_ATTN_COUNTERS * 4)
 
 #ifdef __cplusplus
 }

@@ -24,10 +24,12 @@ namespace attn {
 
 constexpr int TILE = KN_ATTN_UNIT;
 constexpr int STAGES = 2;
-constexpr int ROWS = 128;
+constexpr int ROWS = KN_ATTN_PREFILL_ROWS;
 constexpr int CONSUMERS = 256;
 constexpr int PREFILL_THREADS = CONSUMERS + 128;
 constexpr int Q_THREADS = 96;
+/* Less than any score, and no infinity: a row's maximum where it sees nothing. */
+constexpr float LEAST = -1e30f;
 
 template <int D, bool INVARIANT> struct prefill_smem {
     uint16_t q[ROWS * D];
@@ -406,14 +408,13 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         }
     }
 
-    /* Scores become weights; this lane's sums of a row to sum. */
+    /* Scores of a half of the unit become weights; quarter sums of a row are this lane's. */
+    template <int HALF>
     __device__ __forceinline__ void
-    weights(float (&s)[ST * 4], const float (&x)[2], float (&sum)[2])
+    weights(float (&s)[ST * 4], const float (&offset)[2], float (&quarter)[2][4])
     {
-        float offset[2] = {offset_of(x[0], p.c), offset_of(x[1], p.c)}, quarter[2][4];
-
 #pragma unroll
-        for (int j = 0; j < ST; j++) {
+        for (int j = HALF * ST / 2; j < (HALF + 1) * ST / 2; j++) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 float &q = quarter[h][j / (ST / 4)];
@@ -425,11 +426,11 @@ template <typename T, int D, bool INVARIANT> struct consumer {
                 q = __fadd_rn(q, b);
             }
         }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            sum[h] = __fadd_rn(__fadd_rn(quarter[h][0], quarter[h][1]),
-                               __fadd_rn(quarter[h][2], quarter[h][3]));
-        }
+    }
+
+    static __device__ __forceinline__ float sum_of(const float (&quarter)[4])
+    {
+        return __fadd_rn(__fadd_rn(quarter[0], quarter[1]), __fadd_rn(quarter[2], quarter[3]));
     }
 
     __device__ __forceinline__ void round(const float (&s)[ST * 4], uint32_t (&w)[ST * 2])
@@ -461,30 +462,15 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         return w.it;
     }
 
-    /* Weights may grow to 2^8 before sums are rescaled to a new maximum: rarely after the first
-     * units. Returns the factors of such rows, 1 for others. */
-    __device__ __forceinline__ bool grow(const float (&x)[2], float (&f)[2])
-    {
-        bool any = false;
-
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            bool now = (x[h] - m[h]) * p.c > 8.0f;
-
-            f[h] = now ? factor_of(m[h], x[h], p.c) : 1.0f;
-            m[h] = now ? x[h] : m[h];
-            any = any || now;
-        }
-        return any;
-    }
-
     /* All units of an item, sums straight onto each other. Scores of a unit and sums of the one
-     * before are under way together, the sums still during softmax. l stays a lane's own until the
-     * end. */
+     * before are under way together, the sums still during half of softmax. Weights may grow to
+     * 2^8 before sums are rescaled to a new maximum: rarely after the first units. l stays a lane's
+     * own until the end. */
     __device__ __forceinline__ void run_fast()
     {
-        float s[ST * 4], x[2], f[2], sum[2];
+        float s[ST * 4], x[2], offset[2], quarter[2][4];
         uint32_t w[ST * 2];
+        const float room = 8.0f / p.c;
 
 #pragma unroll
         for (int i = 0; i < OT * 4; i++) {
@@ -499,8 +485,16 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         hold(s);
         done_k();
         mask(s);
-        row_max(s, m);
-        weights(s, m, l);
+        row_max(s, x);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            m[h] = fmaxf(x[h], LEAST);
+            offset[h] = m[h] * p.c;
+        }
+        weights<0>(s, offset, quarter);
+        weights<1>(s, offset, quarter);
+        l[0] = sum_of(quarter[0]);
+        l[1] = sum_of(quarter[1]);
         round(s, w);
 #pragma unroll 1
         while (++unit < unit1) {
@@ -516,28 +510,41 @@ template <typename T, int D, bool INVARIANT> struct consumer {
             done_k();
             mask(s);
             row_max(s, x);
-            bool more = grow(x, f);
+            const bool more0 = x[0] > m[0] + room, more1 = x[1] > m[1] + room;
 
-            weights(s, m, sum);
-            l[0] = l[0] * f[0] + sum[0];
-            l[1] = l[1] * f[1] + sum[1];
+            x[0] = more0 ? x[0] : m[0];
+            x[1] = more1 ? x[1] : m[1];
+            offset[0] = x[0] * p.c;
+            offset[1] = x[1] * p.c;
+            weights<0>(s, offset, quarter);
             /* Sums are never negative, but the assembler does not know: it would do all the above
              * after the wait, were the wait not after a branch that depends on it. */
-            if (__any_sync(0xffffffffu, more || fminf(sum[0], sum[1]) < 0.0f)) {
+            if (__any_sync(0xffffffffu,
+                           more0 || more1 || fminf(quarter[0][1], quarter[1][1]) < 0.0f)) {
+                const float f0 = exp2_fast((m[0] - x[0]) * p.c);
+                const float f1 = exp2_fast((m[1] - x[1]) * p.c);
+
                 products_wait_here();
                 hold(o);
 #pragma unroll
                 for (int j = 0; j < OT; j++) {
-                    o[j * 4] *= f[0];
-                    o[j * 4 + 1] *= f[0];
-                    o[j * 4 + 2] *= f[1];
-                    o[j * 4 + 3] *= f[1];
+                    o[j * 4] *= f0;
+                    o[j * 4 + 1] *= f0;
+                    o[j * 4 + 2] *= f1;
+                    o[j * 4 + 3] *= f1;
                 }
+                l[0] *= f0;
+                l[1] *= f1;
+                m[0] = x[0];
+                m[1] = x[1];
             } else {
                 products_wait<0>();
                 hold(o);
             }
             done_v();
+            weights<1>(s, offset, quarter);
+            l[0] += sum_of(quarter[0]);
+            l[1] += sum_of(quarter[1]);
             round(s, w);
         }
         unit--;
@@ -696,6 +703,7 @@ template <typename T, int D, bool INVARIANT> struct consumer {
 #pragma unroll 1
             do {
                 uint32_t w[ST * 2];
+                float offset[2], quarter[2][4];
 
                 wait_k();
                 my_turn();
@@ -708,7 +716,12 @@ template <typename T, int D, bool INVARIANT> struct consumer {
                 done_k();
                 mask(s);
                 row_max(s, x);
-                weights(s, x, sum);
+                offset[0] = offset_of(x[0], p.c);
+                offset[1] = offset_of(x[1], p.c);
+                weights<0>(s, offset, quarter);
+                weights<1>(s, offset, quarter);
+                sum[0] = sum_of(quarter[0]);
+                sum[1] = sum_of(quarter[1]);
                 round(s, w);
                 wait_v();
                 clear_tail();

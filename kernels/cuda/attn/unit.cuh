@@ -133,35 +133,45 @@ template <typename T, int D> struct row_join {
         __syncwarp();
     }
 
-    __device__ __forceinline__ void run()
+    __device__ __forceinline__ void fetch(piece_of_row<N> (&v)[AHEAD], int i0)
     {
-        for (int base = 0; base < task.n_slots; base += 32) {
-            find(base);
-#pragma unroll 1
-            for (int i0 = base; i0 < min(base + 32, task.n_slots); i0 += AHEAD) {
-                piece_of_row<N> v[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            if (i0 + i < task.n_slots) {
+                v[i].read(record<D>(p, task.slot0 + i0 + i).sums(row) + lane * N);
+            }
+        }
+    }
 
+    __device__ __forceinline__ void join(const piece_of_row<N> (&v)[AHEAD], int i0)
+    {
 #pragma unroll
-                for (int i = 0; i < AHEAD; i++) {
-                    if (i0 + i < task.n_slots) {
-                        v[i].read(record<D>(p, task.slot0 + i0 + i).sums(row) + lane * N);
-                    }
-                }
-#pragma unroll
-                for (int i = 0; i < AHEAD; i++) {
-                    if (i0 + i < task.n_slots) {
-                        float4 f = factors[i0 - base + i];
+        for (int i = 0; i < AHEAD; i++) {
+            if (i0 + i < task.n_slots) {
+                float4 f = factors[i0 % 32 + i];
 
-                        part_l = joined({f.x, f.y}, part_l, lengths[i0 - base + i]);
-                        all_l = joined({f.z, f.w}, all_l, part_l);
+                part_l = joined({f.x, f.y}, part_l, lengths[i0 % 32 + i]);
+                all_l = joined({f.z, f.w}, all_l, part_l);
 #pragma unroll
-                        for (int n = 0; n < N; n++) {
-                            part[n] = joined({f.x, f.y}, part[n], v[i].x[n]);
-                            all[n] = joined({f.z, f.w}, all[n], part[n]);
-                        }
-                    }
+                for (int n = 0; n < N; n++) {
+                    part[n] = joined({f.x, f.y}, part[n], v[i].x[n]);
+                    all[n] = joined({f.z, f.w}, all[n], part[n]);
                 }
             }
+        }
+    }
+
+    __device__ __forceinline__ void run()
+    {
+#pragma unroll 1
+        for (int i0 = 0; i0 < task.n_slots; i0 += AHEAD) {
+            piece_of_row<N> v[AHEAD];
+
+            fetch(v, i0);
+            if (i0 % 32 == 0) {
+                find(i0);
+            }
+            join(v, i0);
         }
     }
 
@@ -191,7 +201,7 @@ struct cursor {
 };
 
 template <typename T, int D, int MT> struct unit_block {
-    static constexpr int M = 16 * MT;
+    static constexpr int M = KN_ATTN_DECODE_ROWS * MT;
     static constexpr int NT = D / 32; /* n8 tiles of V's columns a warp */
     static constexpr int W = D * 2;   /* bytes of a row of K */
 
