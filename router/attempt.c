@@ -100,6 +100,7 @@ static int
 start_pair(struct rt_request *req, struct rt_node *p, struct rt_node *d, Baton__V1__StartRequest *m)
 {
     Baton__V1__HandoffRef ref = BATON__V1__HANDOFF_REF__INIT;
+    struct rt_start start = {.req = req, .msg = m, .est = &req->est};
     int rc;
 
     ref.id_hi = rt_random(req->router);
@@ -114,7 +115,8 @@ start_pair(struct rt_request *req, struct rt_node *p, struct rt_node *d, Baton__
     }
     m->handoff = &ref;
     m->leg = BATON__V1__LEG__LEG_DECODE;
-    rc = rt_node_start(d, req, RT_LEG_DECODE, m, &req->decode);
+    start.kind = RT_LEG_DECODE;
+    rc = rt_node_start(d, &start, &req->decode);
     if (rc < 0) {
         rt_request_exclude(req, d);
         return rc;
@@ -124,7 +126,8 @@ start_pair(struct rt_request *req, struct rt_node *p, struct rt_node *d, Baton__
     ref.peer_net_address = d->net_address;
     ref.store_name = ref.store_net_address = (char *)(uintptr_t) "";
     m->leg = BATON__V1__LEG__LEG_PREFILL;
-    rc = rt_node_start(p, req, RT_LEG_PREFILL, m, &req->prefill);
+    start.kind = RT_LEG_PREFILL;
+    rc = rt_node_start(p, &start, &req->prefill);
     if (rc < 0) {
         rt_request_exclude(req, p);
     }
@@ -135,6 +138,7 @@ static int start_legs(struct rt_request *req, struct rt_node *p, struct rt_node 
 {
     Baton__V1__StartRequest m;
     struct wire_sampling_msg sm;
+    struct rt_start start = {.req = req, .msg = &m, .est = &req->est};
     int rc = wire_sampling_to_node(&req->sampling.s, &sm);
 
     if (rc < 0) {
@@ -146,7 +150,8 @@ static int start_legs(struct rt_request *req, struct rt_node *p, struct rt_node 
         rc = start_pair(req, p, d, &m);
     } else {
         m.leg = BATON__V1__LEG__LEG_LOCAL;
-        rc = rt_node_start(d, req, RT_LEG_LOCAL, &m, &req->decode);
+        start.kind = RT_LEG_LOCAL;
+        rc = rt_node_start(d, &start, &req->decode);
         if (rc < 0) {
             rt_request_exclude(req, d);
         }
@@ -170,14 +175,21 @@ static size_t view_nodes(struct rt_request *req, struct rt_node_view *views, str
             .ready = node->state == RT_NODE_READY,
             .excluded = rt_request_excludes(req, node->name, node->incarnation),
             .compat = &node->compat,
-            .tokens_outstanding = node->tokens_waiting + node->sent_tokens,
-            .requests_outstanding =
-                node->requests_waiting + node->requests_running + node->sent_requests,
             .pages_free = node->pages_free,
             .pages_total = node->pages_total,
         };
     }
+    rt_cache_fill_views(req, views, nodes);
     return n;
+}
+
+/* What is expected of this attempt, to be compared with what happens. */
+static void note_estimate(struct rt_request *req, const struct rt_node_view *v)
+{
+    req->expected_tokens = req->est.cached_blocks * v->block_tokens;
+    for (int t = 0; t < RT_INDEX_TIERS; t++) {
+        req->expected_tier_tokens[t] = req->est.tier_blocks[t] * v->block_tokens;
+    }
 }
 
 static void launch(struct rt_request *req, const struct rt_pick *pick, struct rt_node **nodes)
@@ -237,6 +249,8 @@ static void dispatch(struct rt_request *req)
         rt_request_fail(req, BT_E_NOMEM, "no memory");
     } else {
         a.n = view_nodes(req, views, nodes);
+        rt_cache_fill_args(req, &a);
+        a.turn = r->n_picked;
         if (take_store(req, &a, &store, &err) == BT_OK &&
             rt_policy_pick(&a, &pick, &err) == BT_OK) {
             bt_timer_stop(r->loop, &req->timer);
@@ -244,6 +258,9 @@ static void dispatch(struct rt_request *req)
                 pick.path = RT_PATH_STORE;
                 req->store = *store;
             }
+            req->est = pick.est;
+            note_estimate(req, &views[pick.prefill >= 0 ? pick.prefill : pick.decode]);
+            r->n_picked++;
             launch(req, &pick, nodes);
         } else if (rt_request_now(req) >= req->wait_until_ns) {
             rt_request_fail(req, BT_E_UNAVAILABLE, err.msg);

@@ -68,6 +68,19 @@ static const struct bt_conf_opt opts[] = {
                  paths,
                  "Path of requests that name none: auto, direct, local, or store where a daemon of "
                  "the KV store is there."),
+    BT_CONF_ENUM(struct rt_conf,
+                 route,
+                 "route.policy",
+                 "cost",
+                 rt_route_names,
+                 "How the prefill node is chosen; all but cost are for comparison."),
+    BT_CONF_DURATION(struct rt_conf,
+                     reuse_ns,
+                     "route.reuse",
+                     "1200s",
+                     0,
+                     86400000,
+                     "How fast the chance fades that a cached block is asked for again."),
     BT_CONF_INT(struct rt_conf,
                 retries,
                 "route.retries",
@@ -205,7 +218,7 @@ static int start(struct rt_router *r, struct bt_rpc_service *service, struct bt_
     if ((code = bt_loop_create(&r->loop, err)) < 0) {
         return bt_node_fail(BT_EXIT_OTHER, code, err);
     }
-    if ((code = rt_tok_worker_start(r, err)) < 0) {
+    if ((code = rt_cache_init(r, err)) < 0 || (code = rt_tok_worker_start(r, err)) < 0) {
         return bt_node_fail(BT_EXIT_OTHER, code, err);
     }
     if ((code = open_server(r, service, err)) < 0) {
@@ -240,6 +253,7 @@ static void stop(struct rt_router *r)
     rt_tok_worker_stop(r->tok_worker);
     r->draining = true;
     rt_nodes_fini(r);
+    rt_cache_fini(r);
     rt_stores_fini(r);
     bt_reflection_destroy(r->reflection);
     bt_health_destroy(r->health);

@@ -62,6 +62,7 @@ static void remove_node(struct rt_node *n)
     BT_INFO("node", "node=%s address=%s msg=\"left the cluster\"", label(n), n->address);
     bt_timer_stop(n->router->loop, &n->timer);
     bt_rpc_channel_destroy(n->channel);
+    rt_cache_forget(n);
     bt_map_fini(&n->legs);
     bt_list_remove(&n->link);
     n->router->n_nodes--;
@@ -225,6 +226,7 @@ static void on_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
         lose(n, "cannot send");
         return;
     }
+    rt_cache_welcome(n, w);
     set_state(n, RT_NODE_READY, "");
     tell_misfits(n);
 }
@@ -235,8 +237,7 @@ static void on_load(struct rt_node *n, const Baton__V1__NodeLoad *l)
     n->requests_waiting = l->requests_waiting;
     n->requests_running = l->requests_running;
     n->tokens_waiting = l->tokens_waiting;
-    n->sent_tokens = 0;
-    n->sent_requests = 0;
+    rt_cache_load(n, l);
     if (l->draining && n->state == RT_NODE_READY) {
         set_state(n, RT_NODE_DRAINING, "told to stop");
     }
@@ -254,6 +255,9 @@ static void on_output(struct rt_node *n, const Baton__V1__StreamOutput *m)
     }
     if (last) {
         bt_map_del(&n->legs, m->stream_id);
+        rt_leg_end(leg);
+    } else if (m->n_tokens > 0) {
+        rt_leg_first(leg);
     }
     if (leg->req) {
         rt_request_output(leg, m, last);
@@ -288,6 +292,12 @@ static void on_message(struct bt_rpc_client_call *call, const ProtobufCMessage *
         break;
     case BATON__V1__NODE_MESSAGE__KIND_LOAD:
         on_load(n, m->load);
+        break;
+    case BATON__V1__NODE_MESSAGE__KIND_EVENTS:
+        rt_cache_events(n, m->events);
+        break;
+    case BATON__V1__NODE_MESSAGE__KIND_SNAPSHOT:
+        rt_cache_snapshot(n, m->snapshot);
         break;
     case BATON__V1__NODE_MESSAGE__KIND__NOT_SET:
     default: /* a later version's message */
@@ -391,6 +401,7 @@ static void lose(struct rt_node *n, const char *why)
             break;
         }
         bt_map_del(&n->legs, key);
+        rt_leg_end(leg);
         if (leg->req) {
             rt_request_node_lost(leg, n->reason);
         }
@@ -433,6 +444,7 @@ void rt_nodes_fini(struct rt_router *r)
 
         drop_session(n);
         while ((leg = bt_map_next(&n->legs, &pos, NULL))) {
+            rt_leg_end(leg);
             free(leg);
         }
         remove_node(n);
@@ -463,6 +475,9 @@ static struct rt_node *add(struct rt_router *r, const struct bt_member *m)
     n->router = r;
     n->state = RT_NODE_LOST;
     n->timer.fn = on_timer;
+    n->ident = -1;
+    rt_feed_init(&n->feed);
+    rt_work_init(&n->work);
     bt_map_init(&n->legs);
     snprintf(n->name, sizeof(n->name), "%s", m->name);
     snprintf(n->address, sizeof(n->address), "%s", m->grpc_addr);
@@ -558,6 +573,7 @@ void rt_node_info(const struct rt_node *n, Baton__V1__NodeInfo *m, char hex[65])
     m->pages_free = n->pages_free;
     m->requests_waiting = n->requests_waiting;
     m->requests_running = n->requests_running;
+    rt_cache_fill_node(n, m);
 }
 
 uint32_t rt_nodes_context(const struct rt_router *r, uint32_t model_ctx)
@@ -585,13 +601,15 @@ static int send_cancel(struct rt_node *n, uint64_t stream_id)
     return bt_rpc_client_send(n->session->call, &m.base);
 }
 
-int rt_node_start(struct rt_node *n,
-                  struct rt_request *req,
-                  enum rt_leg_kind kind,
-                  Baton__V1__StartRequest *msg,
-                  struct rt_leg **ret_leg)
+int rt_node_send(struct rt_node *n, const Baton__V1__RouterMessage *m)
+{
+    return n->session ? bt_rpc_client_send(n->session->call, &m->base) : BT_E_PEER_LOST;
+}
+
+int rt_node_start(struct rt_node *n, const struct rt_start *start, struct rt_leg **ret_leg)
 {
     Baton__V1__RouterMessage m = BATON__V1__ROUTER_MESSAGE__INIT;
+    Baton__V1__StartRequest *msg = start->msg;
     struct rt_leg *leg;
     int rc;
 
@@ -603,16 +621,16 @@ int rt_node_start(struct rt_node *n,
         return BT_E_NOMEM;
     }
     *leg = (struct rt_leg){.stream_id = ++n->router->last_stream_id,
-                           .kind = kind,
+                           .kind = start->kind,
                            .node = n,
-                           .req = req,
-                           .n_tokens = kind == RT_LEG_DECODE ? 0 : msg->n_prompt + msg->n_answered};
+                           .req = start->req,
+                           .n_tokens = msg->n_prompt + msg->n_answered};
     msg->stream_id = leg->stream_id;
     m.kind_case = BATON__V1__ROUTER_MESSAGE__KIND_START;
     m.start = msg;
     rc = bt_map_put(&n->legs, leg->stream_id, leg);
     if (rc == BT_OK) {
-        rc = bt_rpc_client_send(n->session->call, &m.base);
+        rc = rt_node_send(n, &m);
         if (rc < 0) {
             bt_map_del(&n->legs, leg->stream_id);
         }
@@ -621,14 +639,14 @@ int rt_node_start(struct rt_node *n,
         free(leg);
         return rc == BT_E_CANCELLED ? BT_E_PEER_LOST : rc;
     }
-    n->sent_tokens += leg->n_tokens;
-    n->sent_requests++;
+    rt_leg_begin(leg, start->est);
     *ret_leg = leg;
     return BT_OK;
 }
 
 void rt_leg_drop(struct rt_leg *leg, bool cancel)
 {
+    rt_leg_end(leg);
     leg->req = NULL;
     if (cancel && leg->node->session && send_cancel(leg->node, leg->stream_id) == BT_E_EXHAUSTED) {
         lose(leg->node, "does not read"); /* frees the leg */

@@ -78,6 +78,7 @@ void rt_request_closed(struct rt_request *req)
     rt_answer_fini(&req->answer);
     wire_sampling_owned_fini(&req->sampling);
     bt_ids_fini(&req->prompt);
+    rt_cache_free_keys(req);
     free(req->early);
     free(req->client_id);
     free(req->cache_salt);
@@ -153,6 +154,7 @@ send(struct rt_request *req, const struct rt_token *tokens, Baton__V1__FinishRea
     } else if (rc < 0 && rc != BT_E_CANCELLED) {
         rt_request_fail(req, rc, bt_rc_text(rc));
     } else if (last) {
+        rt_cache_finished(req);
         done(req);
         bt_rpc_call_finish(req->call, BT_RPC_OK, NULL);
     }

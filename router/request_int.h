@@ -5,6 +5,12 @@
 
 #include "router/router_int.h"
 
+/* Fingerprints of a prompt's blocks, for one identity; made when first asked for. */
+struct rt_keys {
+    uint64_t *fps;
+    size_t n, n_tokens; /* n_tokens: of the prompt they were made for */
+};
+
 struct rt_request {
     struct bt_list link;
     struct rt_router *router;
@@ -23,6 +29,9 @@ struct rt_request {
     struct rt_answer answer;
     uint64_t claim, deadline_ns;
     uint32_t cached_tokens;
+    struct rt_keys keys[RT_MAX_IDENTS];
+    struct rt_estimate est;                                         /* of this attempt */
+    uint32_t expected_tokens, expected_tier_tokens[RT_INDEX_TIERS]; /* cached ones */
 
     struct rt_leg *prefill, *decode; /* of this attempt; decode: also the local leg */
     struct rt_token *early;

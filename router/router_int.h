@@ -11,21 +11,27 @@
 #include "common/rpc/health.h"
 #include "common/rpc/reflection.h"
 #include "common/rpc/server.h"
+#include "kvstore/block/key.h"
 #include "proto/node.pb-c.h"
 #include "proto/wire/sampling_pb.h"
 #include "router/answer.h"
+#include "router/index/feed.h"
 #include "router/policy.h"
 #include "router/states.h"
+#include "router/work.h"
 
 #define RT_WIRE_VERSION 1
 #define RT_MAX_NODES    1024
 #define RT_MAX_EXCLUDED 8
+#define RT_MAX_IDENTS   8 /* kinds of nodes whose block keys differ */
 
 struct rt_conf {
     struct bt_node_conf common;
     struct bt_cluster_conf cluster;
     char *name, *listen, *model;
-    int path; /* enum rt_path */
+    int path;  /* enum rt_path */
+    int route; /* enum rt_route */
+    uint64_t reuse_ns;
     uint64_t max_request_bytes, max_queued_bytes;
     int64_t max_active, local_below_tokens, retries;
     uint64_t wait_ns, node_silence_ns, drain_timeout_ns;
@@ -34,6 +40,12 @@ struct rt_conf {
 struct rt_model;
 struct rt_request;
 struct rt_tok_worker;
+
+/* Nodes whose blocks have the same keys. */
+struct rt_ident {
+    struct rt_compat compat;
+    uint32_t block_tokens;
+};
 
 /* What a router holds; one per process, in main. */
 struct rt_router {
@@ -57,10 +69,24 @@ struct rt_router {
     size_t n_nodes;
     bool membership_frozen;
     uint64_t last_stream_id;
+    uint64_t n_picked; /* attempts that got nodes */
 
     struct rt_stores *stores; /* NULL = none known */
     struct bt_list requests;  /* struct rt_request.link */
     size_t n_requests;        /* not DONE */
+
+    struct { /* cache.c */
+        struct rt_index *index;
+        struct kv_hasher *hasher;
+        struct rt_ident idents[RT_MAX_IDENTS];
+        int n_idents;
+        uint16_t *run_of_view; /* scratch of a look-up */
+        double answer_tokens;  /* mean of answers */
+        double handoff_s;      /* mean from first to second token over a handoff */
+        uint64_t n_handoffs;
+        uint64_t prompt_tokens, cached_tokens, expected_tokens; /* of finished requests */
+        uint64_t tier_tokens[RT_INDEX_TIERS];                   /* of the expected ones */
+    } cache;
 
     struct bt_msg stop_msg;
 };
@@ -77,7 +103,13 @@ struct rt_leg {
     enum rt_leg_kind kind;
     struct rt_node *node;
     struct rt_request *req; /* NULL = cancelled or over for us: the output is dropped */
-    uint64_t n_tokens;      /* to compute, as counted in node->sent_tokens */
+    /* cache.c */
+    bool working;      /* its prompt is in node->work and own_tokens */
+    uint64_t n_tokens; /* of prompt and answered */
+    struct rt_work_item work;
+    uint16_t guess_view; /* where its blocks are guessed, RT_VIEW_NONE = nowhere */
+    const uint64_t *fps; /* [n_fps], the request's */
+    size_t n_fps;
 };
 
 struct rt_node {
@@ -105,8 +137,19 @@ struct rt_node {
     /* From the last load, and what was sent since. */
     uint32_t pages_free, requests_waiting, requests_running;
     uint64_t tokens_waiting;
-    uint64_t sent_tokens;
-    uint32_t sent_requests;
+    uint32_t sent_requests; /* not in the load yet */
+    /* cache.c */
+    int ident; /* of its block keys; -1 = unknown, no reuse */
+    struct rt_feed feed;
+    uint64_t feed_incarnation; /* 0 = never followed */
+    struct rt_speed speed;
+    struct rt_work work;
+    uint64_t own_tokens; /* of prompts that this router has sent and that are not done */
+    uint64_t n_starts;   /* sent in this session */
+    bool tells_starts;
+    uint32_t page_tokens, pages_unused;
+    double oldest_s, block_s[RT_INDEX_TIERS];
+    uint64_t busy_us;
 
     struct bt_map legs; /* stream id -> struct rt_leg */
 };
@@ -122,13 +165,43 @@ void rt_node_info(const struct rt_node *n, Baton__V1__NodeInfo *m, char hex[65])
 uint32_t rt_nodes_context(const struct rt_router *r, uint32_t model_ctx);
 /* Sends a StartRequest (stream id is filled in) and makes its leg. BT_E_PEER_LOST, BT_E_EXHAUSTED,
  * BT_E_NOMEM. */
+struct rt_start {
+    struct rt_request *req;
+    enum rt_leg_kind kind;
+    Baton__V1__StartRequest *msg;
+    const struct rt_estimate *est; /* of the prompt */
+};
 int rt_node_start(struct rt_node *n,
-                  struct rt_request *req,
-                  enum rt_leg_kind kind,
-                  Baton__V1__StartRequest *msg,
+                  const struct rt_start *start,
                   struct rt_leg **ret_leg) BT_MUST_USE;
+/* BT_E_PEER_LOST without a session; else as bt_rpc_client_send. */
+int rt_node_send(struct rt_node *n, const Baton__V1__RouterMessage *m);
 /* The request does not want the leg any more: cancelled on the node if `cancel`, dropped here. */
 void rt_leg_drop(struct rt_leg *leg, bool cancel);
+
+/* --- cache.c: where prefixes lie, how fast nodes are --- */
+int rt_cache_init(struct rt_router *r, struct bt_err *err) BT_MUST_USE;
+void rt_cache_fini(struct rt_router *r); /* also what init has left half made */
+/* The node is about to be ready: its life is followed, anew if it is another one. */
+void rt_cache_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w);
+void rt_cache_forget(struct rt_node *n);
+void rt_cache_events(struct rt_node *n, const Baton__V1__CacheEvents *m);
+void rt_cache_snapshot(struct rt_node *n, const Baton__V1__CacheSnapshot *m);
+void rt_cache_load(struct rt_node *n, const Baton__V1__NodeLoad *l);
+/* Completes the views of all nodes (in the order of the list) and the arguments for a request. */
+void rt_cache_fill_views(struct rt_request *req,
+                         struct rt_node_view *views,
+                         struct rt_node **nodes);
+void rt_cache_fill_args(const struct rt_request *req, struct rt_pick_args *a);
+/* A leg is sent; has its first token (or is over, then it does nothing); is over or given up. */
+void rt_leg_begin(struct rt_leg *leg, const struct rt_estimate *est);
+void rt_leg_first(struct rt_leg *leg);
+void rt_leg_end(struct rt_leg *leg);
+/* The request has its whole answer. */
+void rt_cache_finished(struct rt_request *req);
+void rt_cache_free_keys(struct rt_request *req);
+void rt_cache_fill_info(const struct rt_router *r, Baton__V1__CacheInfo *m);
+void rt_cache_fill_node(const struct rt_node *n, Baton__V1__NodeInfo *m);
 
 /* --- stores.c: the KV store's daemons --- */
 struct rt_store {

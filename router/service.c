@@ -214,6 +214,7 @@ static void get_server(struct bt_rpc_call *call, const ProtobufCMessage *msg)
 {
     struct rt_router *r = router_of(call);
     Baton__V1__ServerInfo out = BATON__V1__SERVER_INFO__INIT;
+    Baton__V1__CacheInfo cache;
     Baton__V1__ModelInfo model, *models[] = {&model};
     size_t n_rows = r->n_nodes + rt_stores_n(r), n = 0;
     struct node_row *rows = bt_calloc(n_rows + 1, sizeof(*rows));
@@ -239,6 +240,8 @@ static void get_server(struct bt_rpc_call *call, const ProtobufCMessage *msg)
         out.n_nodes = n;
         out.nodes = ptrs;
         out.requests_active = (uint32_t)r->n_requests;
+        rt_cache_fill_info(r, &cache);
+        out.cache = &cache;
         out.membership = (char *)(uintptr_t)(r->membership_frozen ? "frozen" : "live");
         bt_rpc_call_reply(call, &out.base);
     }

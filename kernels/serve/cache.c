@@ -222,6 +222,32 @@ void kn_cache_end(struct kn_session *ses)
     ses->cache.snapshot.fingerprints = NULL;
 }
 
+/* Rates of tiers that have not loaded anything yet: low ones, so that somebody tries. */
+#define HOST_BYTES_PER_S (1ull << 30)
+#define DISK_BYTES_PER_S (200ull << 20)
+
+static uint32_t block_us(uint64_t bytes, uint64_t measured, uint64_t assumed)
+{
+    return (uint32_t)BT_MIN(bytes * 1000000 / (measured ? measured : assumed) + 1,
+                            (uint64_t)UINT32_MAX);
+}
+
+static void fill_rates(struct kn_serve *s, struct kn_cache_load *buf)
+{
+    struct kv_blob_shape shape;
+    struct kv_tiers_stats t;
+    uint64_t bytes;
+
+    if (s->tiers) {
+        shape = kv_blob_shape_of(kv_pool_layout(kn_engine_pool(s->engine)),
+                                 (uint32_t)s->conf->block_tokens);
+        bytes = (uint64_t)shape.n_layers * shape.layer_bytes;
+        t = kv_tiers_stats(s->tiers);
+        buf->tiers[KV_TIER_HOST].block_us = block_us(bytes, t.host.bytes_per_s, HOST_BYTES_PER_S);
+        buf->tiers[KV_TIER_DISK].block_us = block_us(bytes, t.disk.bytes_per_s, DISK_BYTES_PER_S);
+    }
+}
+
 /* --- into the load --------------------------------------------------------------------------- */
 
 void kn_cache_fill_load(struct kn_serve *s, struct kn_cache_load *buf, Baton__V1__NodeLoad *m)
@@ -239,6 +265,7 @@ void kn_cache_fill_load(struct kn_serve *s, struct kn_cache_load *buf, Baton__V1
         buf->tiers[t].sum = d.sum;
         buf->tier_ptrs[t] = &buf->tiers[t];
     }
+    fill_rates(s, buf);
     m->n_tiers = KV_EVENT_TIERS;
     m->tiers = buf->tier_ptrs;
     for (uint64_t i = 0; i < n; i++) {

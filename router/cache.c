@@ -1,0 +1,406 @@
+/* What the router knows of its nodes' caches and speed, and what its requests expect of them. Loop
+ * thread.
+ *
+ * A node's blocks are named by keys whose root depends on its KV format, numerics, weight epoch and
+ * block size: an identity. Nodes of one kind share one; a request's prompt is hashed once for each
+ * identity that is there, and again only for another salt. What a leg will leave in its node's
+ * cache is guessed into the index when it is sent and withdrawn when it is over: by then the node's
+ * own events have come, since they travel before the outputs on the same stream. */
+#include "router/router_int.h"
+
+#include "common/base/buf.h"
+#include "common/obs/log.h"
+#include "router/request_int.h"
+
+#include <stdlib.h>
+
+#define ANSWER_TOKENS 128.0 /* expected until answers were seen */
+#define LEARN         0.05  /* weight of a new answer, a new handoff */
+#define HANDOFFS_MIN  32    /* seen, before AUTO weighs one against computing on the decode node */
+
+int rt_cache_init(struct rt_router *r, struct bt_err *err)
+{
+    int rc = rt_index_create(&r->cache.index, err);
+
+    r->cache.answer_tokens = ANSWER_TOKENS;
+    if (rc == BT_OK) {
+        rc = kv_hasher_create(&r->cache.hasher, err);
+    }
+    if (rc == BT_OK) {
+        r->cache.run_of_view = bt_calloc(RT_VIEWS_MAX, sizeof(*r->cache.run_of_view));
+        rc = r->cache.run_of_view ? BT_OK : BT_FAIL(err, BT_E_NOMEM, "router index: no memory");
+    }
+    return rc;
+}
+
+void rt_cache_fini(struct rt_router *r)
+{
+    kv_hasher_destroy(r->cache.hasher);
+    rt_index_destroy(r->cache.index);
+    free(r->cache.run_of_view);
+}
+
+/* --- identities and keys --------------------------------------------------------------------- */
+
+/* -1: there are too many kinds of nodes; this one's cache is unknown. */
+static int identity_of(struct rt_router *r, const struct rt_node *n, uint32_t block_tokens)
+{
+    char why[160];
+
+    for (int i = 0; i < r->cache.n_idents; i++) {
+        if (r->cache.idents[i].block_tokens == block_tokens &&
+            rt_compat_equal(&r->cache.idents[i].compat, &n->compat, why)) {
+            return i;
+        }
+    }
+    if (r->cache.n_idents == RT_MAX_IDENTS) {
+        BT_WARN("cache", "node=%s msg=\"more than %d kinds of nodes: its prefixes are unknown\"",
+                n->name, RT_MAX_IDENTS);
+        return -1;
+    }
+    r->cache.idents[r->cache.n_idents] =
+        (struct rt_ident){.compat = n->compat, .block_tokens = block_tokens};
+    return r->cache.n_idents++;
+}
+
+/* Fingerprints of the prompt's full blocks. Without memory: none, which costs hits only. */
+static const struct rt_keys *keys_of(struct rt_request *req, int ident)
+{
+    struct rt_router *r = req->router;
+    const struct rt_ident *id = &r->cache.idents[ident];
+    struct rt_keys *k = &req->keys[ident];
+    struct kv_key_root_args root = {.secret = bt_str_of(r->conf->cluster.secret),
+                                    .model_digest = rt_model_digest(r->model),
+                                    .weight_epoch = id->compat.weight_epoch,
+                                    .tenant_salt = bt_str_of(req->cache_salt),
+                                    .kv_format_digest = id->compat.kv_format,
+                                    .numerics = bt_str_of(id->compat.numerics)};
+    struct kv_key key;
+
+    if (k->fps || k->n_tokens == req->prompt.n) {
+        return k;
+    }
+    k->n_tokens = req->prompt.n;
+    k->fps = bt_calloc(req->prompt.n / id->block_tokens + 1, sizeof(*k->fps));
+    if (!k->fps || kv_key_root(r->cache.hasher, &root, &key, NULL) < 0) {
+        return k;
+    }
+    for (size_t at = 0; at + id->block_tokens <= req->prompt.n; at += id->block_tokens) {
+        kv_key_block(r->cache.hasher, &key, req->prompt.p + at, id->block_tokens, &key);
+        k->fps[k->n++] = kv_key_fingerprint(&key);
+    }
+    return k;
+}
+
+void rt_cache_free_keys(struct rt_request *req)
+{
+    for (int i = 0; i < RT_MAX_IDENTS; i++) {
+        free(req->keys[i].fps);
+    }
+}
+
+/* --- from the nodes -------------------------------------------------------------------------- */
+
+static void send_ask(struct rt_node *n, struct rt_feed_ask ask)
+{
+    Baton__V1__RouterMessage m = BATON__V1__ROUTER_MESSAGE__INIT;
+    Baton__V1__CacheFollow follow = BATON__V1__CACHE_FOLLOW__INIT;
+
+    if (!ask.ask) {
+        return;
+    }
+    follow.after = ask.after;
+    follow.snapshot = ask.snapshot;
+    m.kind_case = BATON__V1__ROUTER_MESSAGE__KIND_FOLLOW;
+    m.follow = &follow;
+    rt_node_send(n, &m); /* lost: asked again */
+}
+
+void rt_cache_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
+{
+    uint64_t now = bt_loop_now(n->router->loop);
+    int ident = w->block_tokens ? identity_of(n->router, n, w->block_tokens) : -1;
+
+    n->n_starts = n->sent_requests = 0;
+    n->tells_starts = false;
+    n->page_tokens = w->page_tokens;
+    n->pages_unused = w->pages_total;
+    if (n->feed_incarnation != n->incarnation || n->ident != ident) { /* another life */
+        rt_cache_forget(n);
+        rt_speed_init(&n->speed);
+        n->busy_us = 0;
+        n->feed_incarnation = n->incarnation;
+        n->ident = ident;
+        if (ident >= 0 && rt_feed_open(&n->feed, n->router->cache.index) < 0) {
+            BT_WARN("cache", "node=%s msg=\"the index has no view left: its prefixes are unknown\"",
+                    n->name);
+        }
+    }
+    send_ask(n, rt_feed_begin(&n->feed, now));
+}
+
+void rt_cache_forget(struct rt_node *n)
+{
+    if (n->feed.index) {
+        rt_feed_close(&n->feed);
+    }
+    rt_feed_init(&n->feed);
+}
+
+/* Once per message while there is something to sweep; a piece takes microseconds. */
+static void sweep(struct rt_router *r)
+{
+    rt_index_sweep(r->cache.index);
+}
+
+void rt_cache_events(struct rt_node *n, const Baton__V1__CacheEvents *m)
+{
+    send_ask(n, rt_feed_events(&n->feed, m, bt_loop_now(n->router->loop)));
+    sweep(n->router);
+}
+
+/* The guesses of the node's legs go over to the view that takes the old one's place. */
+static void move_guesses(struct rt_node *n, uint16_t old)
+{
+    struct rt_index *index = n->router->cache.index;
+    struct rt_leg *leg;
+    size_t pos = 0;
+
+    while ((leg = bt_map_next(&n->legs, &pos, NULL))) {
+        if (leg->guess_view == old) {
+            rt_index_withdraw(index, old, leg->fps, leg->n_fps);
+            leg->guess_view = n->feed.view;
+            if (rt_index_guess(index, leg->guess_view, leg->fps, leg->n_fps) < 0) {
+                leg->guess_view = RT_VIEW_NONE;
+            }
+        }
+    }
+    rt_index_close(index, old);
+}
+
+void rt_cache_snapshot(struct rt_node *n, const Baton__V1__CacheSnapshot *m)
+{
+    uint64_t now = bt_loop_now(n->router->loop);
+    uint16_t old;
+
+    send_ask(n, rt_feed_snapshot(&n->feed, m, now, &old));
+    if (old != RT_VIEW_NONE) {
+        move_guesses(n, old);
+    }
+    sweep(n->router);
+}
+
+static void learn(struct rt_node *n, const Baton__V1__NodeLoad *l, uint64_t now)
+{
+    for (size_t i = 0; i < l->n_steps; i++) {
+        const Baton__V1__StepSample *s = l->steps[i];
+        struct rt_step step = {s->prompt_tokens, (double)s->prompt_work, s->rows,
+                               (double)s->row_work, (double)s->us / 1e6};
+
+        rt_speed_learn(&n->speed, &step, now);
+    }
+    if (l->busy_us > n->busy_us) {
+        rt_speed_add_busy(&n->speed, (double)(l->busy_us - n->busy_us) / 1e6, now);
+    }
+    n->busy_us = l->busy_us;
+}
+
+void rt_cache_load(struct rt_node *n, const Baton__V1__NodeLoad *l)
+{
+    uint64_t now = bt_loop_now(n->router->loop);
+
+    /* Starts that were on their way when the node wrote this are not in its figures. */
+    n->tells_starts = n->tells_starts || l->starts > 0;
+    n->sent_requests =
+        n->tells_starts && n->n_starts > l->starts ? (uint32_t)(n->n_starts - l->starts) : 0;
+    n->pages_unused = l->pages_unused;
+    n->oldest_s = l->oldest_ms / 1e3;
+    for (size_t i = 0; i < l->n_tiers; i++) {
+        if ((unsigned)l->tiers[i]->tier < RT_INDEX_TIERS) {
+            n->block_s[l->tiers[i]->tier] = l->tiers[i]->block_us / 1e6;
+        }
+    }
+    learn(n, l, now);
+    send_ask(n, rt_feed_load(&n->feed, l, now));
+    sweep(n->router);
+}
+
+/* --- for requests ---------------------------------------------------------------------------- */
+
+/* Runs of one identity's nodes into their views. */
+static void
+look(struct rt_request *req, int ident, struct rt_node_view *views, struct rt_node **nodes)
+{
+    struct rt_router *r = req->router;
+    const struct rt_keys *k = keys_of(req, ident);
+    const struct rt_run *runs;
+    size_t n_runs;
+
+    runs = rt_index_look(r->cache.index, k->fps, k->n, &n_runs);
+    for (size_t i = 0; i < n_runs; i++) {
+        r->cache.run_of_view[runs[i].view] = (uint16_t)(i + 1);
+    }
+    for (size_t i = 0; i < r->n_nodes; i++) {
+        uint16_t view = nodes[i]->ident == ident ? nodes[i]->feed.view : RT_VIEW_NONE;
+
+        if (view != RT_VIEW_NONE && r->cache.run_of_view[view]) {
+            views[i].run = runs[r->cache.run_of_view[view] - 1];
+        }
+    }
+    for (size_t i = 0; i < n_runs; i++) {
+        r->cache.run_of_view[runs[i].view] = 0;
+    }
+}
+
+void rt_cache_fill_views(struct rt_request *req, struct rt_node_view *views, struct rt_node **nodes)
+{
+    struct rt_router *r = req->router;
+    uint64_t now = bt_loop_now(r->loop);
+
+    for (size_t i = 0; i < r->n_nodes; i++) {
+        const struct rt_node *n = nodes[i];
+
+        views[i].speed = &n->speed;
+        views[i].queue_s = rt_work_seconds(&n->work, now);
+        views[i].tokens_outstanding =
+            n->tokens_waiting > n->own_tokens ? n->tokens_waiting - n->own_tokens : 0;
+        views[i].requests_outstanding =
+            n->requests_waiting + n->requests_running + n->sent_requests;
+        views[i].pages_unused = n->pages_unused;
+        views[i].page_tokens = n->page_tokens;
+        views[i].block_tokens = n->ident >= 0 ? r->cache.idents[n->ident].block_tokens : 0;
+        views[i].busy = rt_speed_busy(&n->speed, now);
+        views[i].oldest_s = n->oldest_s;
+        memcpy(views[i].block_s, n->block_s, sizeof(views[i].block_s));
+    }
+    for (int i = 0; i < r->cache.n_idents; i++) {
+        look(req, i, views, nodes);
+    }
+}
+
+void rt_cache_fill_args(const struct rt_request *req, struct rt_pick_args *a)
+{
+    const struct rt_router *r = req->router;
+    uint32_t most = req->sampling.s.max_tokens;
+
+    a->route = (enum rt_route)r->conf->route;
+    a->n_answer = (size_t)r->cache.answer_tokens;
+    a->n_answer = BT_MIN(a->n_answer, (size_t)most);
+    a->reuse_s = (double)r->conf->reuse_ns / 1e9;
+    a->now_ns = bt_loop_now(r->loop);
+    if (r->cache.n_handoffs >= HANDOFFS_MIN) {
+        a->handoff_s = r->cache.handoff_s;
+    }
+}
+
+void rt_leg_begin(struct rt_leg *leg, const struct rt_estimate *est)
+{
+    struct rt_node *n = leg->node;
+    struct rt_request *req = leg->req;
+    uint64_t now = bt_loop_now(n->router->loop);
+
+    n->n_starts++;
+    n->sent_requests++;
+    bt_list_init(&leg->work.link);
+    if (leg->kind != RT_LEG_DECODE) {
+        rt_work_add(&n->work, &leg->work, est->bring_s + est->compute_s, now);
+        n->own_tokens += leg->n_tokens;
+        leg->working = true;
+    }
+    leg->guess_view = RT_VIEW_NONE;
+    if (n->ident >= 0 && n->feed.view != RT_VIEW_NONE) {
+        const struct rt_keys *k = keys_of(req, n->ident);
+
+        leg->fps = k->fps;
+        leg->n_fps = k->n;
+        if (rt_index_guess(n->router->cache.index, n->feed.view, k->fps, k->n) == BT_OK) {
+            leg->guess_view = n->feed.view;
+        }
+    }
+}
+
+void rt_leg_first(struct rt_leg *leg)
+{
+    struct rt_node *n = leg->node;
+
+    if (leg->working) {
+        leg->working = false;
+        rt_work_done(&n->work, &leg->work, bt_loop_now(n->router->loop));
+        n->own_tokens -= leg->n_tokens;
+    }
+}
+
+void rt_leg_end(struct rt_leg *leg)
+{
+    rt_leg_first(leg);
+    if (leg->guess_view != RT_VIEW_NONE) {
+        rt_index_withdraw(leg->node->router->cache.index, leg->guess_view, leg->fps, leg->n_fps);
+        leg->guess_view = RT_VIEW_NONE;
+    }
+}
+
+static void mean(double *m, double v, double weight)
+{
+    *m += (v - *m) * weight;
+}
+
+void rt_cache_finished(struct rt_request *req)
+{
+    struct rt_router *r = req->router;
+    double gap = (double)(req->t_second - req->t_first) / 1e9;
+
+    mean(&r->cache.answer_tokens, (double)req->answer.ids.n, LEARN);
+    if (req->retries > 0) {
+        return; /* computed in pieces */
+    }
+    r->cache.prompt_tokens += req->prompt.n;
+    r->cache.cached_tokens += req->cached_tokens;
+    r->cache.expected_tokens += req->expected_tokens;
+    for (int t = 0; t < RT_INDEX_TIERS; t++) {
+        r->cache.tier_tokens[t] += req->expected_tier_tokens[t];
+    }
+    if (req->path_taken == RT_PATH_DIRECT && req->t_second) {
+        r->cache.n_handoffs++;
+        mean(&r->cache.handoff_s, gap,
+             r->cache.n_handoffs < 20 ? 1.0 / (double)r->cache.n_handoffs : LEARN);
+    }
+}
+
+void rt_cache_fill_info(const struct rt_router *r, Baton__V1__CacheInfo *m)
+{
+    struct rt_index_stats s = rt_index_stats(r->cache.index);
+
+    baton__v1__cache_info__init(m);
+    m->prompt_tokens = r->cache.prompt_tokens;
+    m->cached_tokens = r->cache.cached_tokens;
+    m->expected_tokens = r->cache.expected_tokens;
+    m->expected_pool_tokens = r->cache.tier_tokens[0];
+    m->expected_host_tokens = r->cache.tier_tokens[1];
+    m->expected_disk_tokens = r->cache.tier_tokens[2];
+    m->index_entries = s.entries;
+    m->index_guesses = s.guesses;
+    m->index_bytes = s.bytes;
+}
+
+void rt_cache_fill_node(const struct rt_node *n, Baton__V1__NodeInfo *m)
+{
+    uint64_t now = bt_loop_now(n->router->loop);
+    double s = rt_speed_prefill(&n->speed, 1000, 0, 512, now);
+
+    m->queue_s = rt_work_seconds(&n->work, now);
+    m->prefill_tokens_per_s = n->speed.n_prompt ? 1000 / s : 0;
+    m->decode_step_s = n->speed.n > n->speed.n_prompt
+                           ? rt_speed_decode(&n->speed, n->requests_running + 1.0, 0, now)
+                           : 0;
+    m->speed_error = n->speed.n ? n->speed.error : 0;
+    m->speed_ratio = rt_speed_ratio(&n->speed, now);
+    m->busy = rt_speed_busy(&n->speed, now);
+    m->cache_gaps = n->feed.gaps;
+    m->cache_drifts = n->feed.drifts;
+    m->cache_snapshots = n->feed.snapshots;
+    if (n->feed.index && n->feed.view != RT_VIEW_NONE) {
+        m->blocks_pool = rt_index_digest(n->feed.index, n->feed.view, 0).n;
+        m->blocks_host = rt_index_digest(n->feed.index, n->feed.view, 1).n;
+        m->blocks_disk = rt_index_digest(n->feed.index, n->feed.view, 2).n;
+    }
+}
