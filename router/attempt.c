@@ -201,6 +201,11 @@ static void launch(struct rt_request *req, const struct rt_pick *pick, struct rt
     if (!req->t_asked) {
         req->t_asked = bt_now_ns();
     }
+    BT_DEBUG("route",
+             "req=%s prefill=%s decode=%s queue=%.4f bring=%.4f compute=%.4f evict=%.4f "
+             "share=%.4f cached_blocks=%u",
+             req->id, p ? p->name : "", d->name, pick->est.queue_s, pick->est.bring_s,
+             pick->est.compute_s, pick->est.evict_s, pick->est.share_s, pick->est.cached_blocks);
     req->path_taken = pick->path;
     snprintf(req->decode_name, sizeof(req->decode_name), "%s", d->name);
     snprintf(req->prefill_name, sizeof(req->prefill_name), "%s", p ? p->name : d->name);

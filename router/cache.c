@@ -16,6 +16,7 @@
 
 #define ANSWER_TOKENS 128.0 /* expected until answers were seen */
 #define LEARN         0.05  /* weight of a new answer, a new handoff */
+#define STEPS_MIN     64    /* before a node's own speed counts */
 #define HANDOFFS_MIN  32    /* seen, before AUTO weighs one against computing on the decode node */
 
 int rt_cache_init(struct rt_router *r, struct bt_err *err)
@@ -60,6 +61,7 @@ static int identity_of(struct rt_router *r, const struct rt_node *n, uint32_t bl
     }
     r->cache.idents[r->cache.n_idents] =
         (struct rt_ident){.compat = n->compat, .block_tokens = block_tokens};
+    rt_speed_init(&r->cache.idents[r->cache.n_idents].speed);
     return r->cache.n_idents++;
 }
 
@@ -198,6 +200,9 @@ static void learn(struct rt_node *n, const Baton__V1__NodeLoad *l, uint64_t now)
                                (double)s->row_work, (double)s->us / 1e6};
 
         rt_speed_learn(&n->speed, &step, now);
+        if (n->ident >= 0) {
+            rt_speed_learn(&n->router->cache.idents[n->ident].speed, &step, now);
+        }
     }
     if (l->busy_us > n->busy_us) {
         rt_speed_add_busy(&n->speed, (double)(l->busy_us - n->busy_us) / 1e6, now);
@@ -252,6 +257,12 @@ look(struct rt_request *req, int ident, struct rt_node_view *views, struct rt_no
     }
 }
 
+/* A fit of few steps is worth little: until then a node is as fast as its kind. */
+static const struct rt_speed *speed_of(const struct rt_router *r, const struct rt_node *n)
+{
+    return n->speed.n < STEPS_MIN && n->ident >= 0 ? &r->cache.idents[n->ident].speed : &n->speed;
+}
+
 void rt_cache_fill_views(struct rt_request *req, struct rt_node_view *views, struct rt_node **nodes)
 {
     struct rt_router *r = req->router;
@@ -260,7 +271,7 @@ void rt_cache_fill_views(struct rt_request *req, struct rt_node_view *views, str
     for (size_t i = 0; i < r->n_nodes; i++) {
         const struct rt_node *n = nodes[i];
 
-        views[i].speed = &n->speed;
+        views[i].speed = speed_of(r, n);
         views[i].queue_s = rt_work_seconds(&n->work, now);
         views[i].tokens_outstanding =
             n->tokens_waiting > n->own_tokens ? n->tokens_waiting - n->own_tokens : 0;
@@ -327,6 +338,7 @@ void rt_leg_first(struct rt_leg *leg)
         leg->working = false;
         rt_work_done(&n->work, &leg->work, bt_loop_now(n->router->loop));
         n->own_tokens -= leg->n_tokens;
+        n->tokens_waiting -= BT_MIN(n->tokens_waiting, leg->n_tokens); /* until the next load */
     }
 }
 

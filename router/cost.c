@@ -5,7 +5,9 @@
 
 #define STEP_TOKENS 512 /* where a node has not said */
 #define WAIT_S      5.0 /* for as many pages as the pool has */
-#define SHARE_MAX   2.0
+#define SHARE_MORE  2.0 /* bounds of the share term, in times of the time to compute */
+#define SHARE_LESS  0.5
+#define BUSY_LEAST  0.1 /* where nodes compute less than that shares say little */
 #define STALL_SHARE                                                                                \
     0.125 /* of a step goes to prompts while rows run: they wait that much longer                  \
            */
@@ -69,7 +71,7 @@ static double evict_s(const struct rt_pick_args *a,
 struct rt_estimate rt_cost_prompt(const struct rt_pick_args *a, const struct rt_node_view *v)
 {
     struct rt_estimate best = {.compute_s = INFINITY};
-    double n = (double)a->n_prompt, per_token_s = compute_s(a, v, 1000, 0) / 1000;
+    double share, n = (double)a->n_prompt, per_token_s = compute_s(a, v, 1000, 0) / 1000;
     /* One token at least is computed. */
     uint32_t most = v->block_tokens ? (uint32_t)((a->n_prompt - 1) / v->block_tokens) : 0;
 
@@ -87,10 +89,8 @@ struct rt_estimate rt_cost_prompt(const struct rt_pick_args *a, const struct rt_
         }
     }
     best.queue_s = v->queue_s + (double)v->tokens_outstanding * per_token_s;
-    if (a->busy_mean > 0) {
-        best.share_s =
-            (best.bring_s + best.compute_s) * fmin(v->busy / a->busy_mean - 1, SHARE_MAX);
-    }
+    share = (v->busy - a->busy_mean) / (a->busy_mean + BUSY_LEAST);
+    best.share_s = (best.bring_s + best.compute_s) * fmin(fmax(share, -SHARE_LESS), SHARE_MORE);
     best.evict_s = evict_s(a, v, n - (double)best.tier_blocks[0] * v->block_tokens, per_token_s);
     return best;
 }

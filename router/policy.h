@@ -12,7 +12,8 @@
  *            victim was last used (exp(-age / reuse_s)). So cold prompts go where the cache is
  *            turned over least, and hit rate and balance both gain.
  *   share    the time to compute, times how much busier than the mean the node was in the last
- *            minutes: prefixes that many ask for do not gather more and more of them on one node
+ *            minutes: prefixes that many ask for do not gather more and more of them on one node.
+ *            Fades where all are idle: then the longest prefix wins
  * On a decode node: the time of the answer's tokens in a batch with one row more, the handoff of
  * what it lacks, and what it has to push out or wait for to have the pages. AUTO computes a prompt
  * on the decode node when that is cheaper than a handoff, the rows it stalls counted.

@@ -45,6 +45,7 @@ struct rt_tok_worker;
 struct rt_ident {
     struct rt_compat compat;
     uint32_t block_tokens;
+    struct rt_speed speed; /* of all of them together */
 };
 
 /* What a router holds; one per process, in main. */

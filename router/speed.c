@@ -3,12 +3,13 @@
 
 #include <math.h>
 
-#define FORGET   0.998 /* weight of a step after the next one: 500 steps count */
-#define TRUST    1e4   /* variance of the first guess, relative to it and to the noise of a step */
-#define P_MAX    1e8   /* a direction that nothing excites is not forgotten further */
-#define RATIO_UP 0.25  /* weight of a new step in the ratio */
-#define BUSY_NS  120e9 /* computing that long ago counts 1/e */
-#define FADE_NS  4e9   /* silence after which a ratio is believed by 1/e */
+#define FORGET      0.998 /* weight of a step after the next one: 500 steps count */
+#define TRUST       1e4 /* variance of the first guess, relative to it and to the noise of a step */
+#define P_MAX       1e8 /* a direction that nothing excites is not forgotten further */
+#define NOISE_SHARE 0.5 /* of the usual scatter of steps: a ratio within it says nothing */
+#define RATIO_UP    0.25  /* weight of a new step in the ratio */
+#define BUSY_NS     120e9 /* computing that long ago counts 1/e */
+#define FADE_NS     4e9   /* silence after which a ratio is believed by 1/e */
 
 static const double scale[RT_SPEED_N] = {1, 1e-3, 1e-6, 1.0 / 16, 1e-5};
 /* A step 5 ms, a thousand tokens 100 ms, a million pairs 5 ms, 16 rows 1 ms, 100,000 tokens 5 ms.
@@ -81,15 +82,16 @@ static void fit(struct rt_speed *s, const double x[RT_SPEED_N])
 
 void rt_speed_learn(struct rt_speed *s, const struct rt_step *step, uint64_t now_ns)
 {
-    double x[RT_SPEED_N], y = step->seconds, ratio, believed, was;
+    double x[RT_SPEED_N], y = step->seconds, ratio, off, was;
 
     if (!(y > 0) || !isfinite(y) || !(step->prompt_tokens + step->rows > 0)) {
         return;
     }
     features(step, x);
     was = expect(s, x);
-    believed = rt_speed_ratio(s, now_ns);
-    s->error += (fmin(fabs(was * believed - y) / y, 10) - s->error) / (s->n < 20 ? s->n + 1.0 : 20);
+    off = log(s->ratio) * exp(-(double)(now_ns - s->ratio_ns) / FADE_NS);
+    s->error += (fmin(fabs(was * rt_speed_ratio(s, now_ns) - y) / y, 10) - s->error) /
+                (s->n < 20 ? s->n + 1.0 : 20);
     for (int i = 0; i < RT_SPEED_N; i++) {
         x[i] /= y;
     }
@@ -98,15 +100,17 @@ void rt_speed_learn(struct rt_speed *s, const struct rt_step *step, uint64_t now
     s->n_prompt += step->prompt_tokens > 0;
     /* Against the fit as it was: a sudden change must show here before the fit follows. */
     ratio = fmin(fmax(y / was, 0.05), 50);
-    s->ratio = s->n < 8 ? 1 : exp(log(believed) + RATIO_UP * (log(ratio) - log(believed)));
+    s->noise += (fabs(log(ratio) - off) - s->noise) / (s->n < 50 ? (double)s->n : 50);
+    s->ratio = s->n < 8 ? 1 : exp(off + RATIO_UP * (log(ratio) - off));
     s->ratio_ns = now_ns;
 }
 
 double rt_speed_ratio(const struct rt_speed *s, uint64_t now_ns)
 {
     double age = now_ns > s->ratio_ns ? (double)(now_ns - s->ratio_ns) : 0;
+    double off = log(s->ratio) * exp(-age / FADE_NS), noise = NOISE_SHARE * s->noise;
 
-    return exp(log(s->ratio) * exp(-age / FADE_NS));
+    return exp(off > 0 ? fmax(off - noise, 0) : fmin(off + noise, 0));
 }
 
 double rt_speed_busy(const struct rt_speed *s, uint64_t now_ns)

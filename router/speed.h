@@ -24,6 +24,7 @@ struct rt_speed {
     double p[RT_SPEED_N][RT_SPEED_N];
     double ratio;         /* measured over expected, of the last steps */
     uint64_t ratio_ns;    /* when it was measured */
+    double noise;         /* mean distance of a step\'s own ratio (log) from the running one */
     double error;         /* mean relative error of the fit, times the ratio, before each step */
     double busy_s;        /* time it computed, older time counting less */
     uint64_t busy_ns;     /* when it was brought up to date */

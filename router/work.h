@@ -1,12 +1,15 @@
 /* Prompts that one router has sent to a node and that have no first token yet, in seconds by its
  * own estimates. A node computes them in about the order in which they came, so the oldest is taken
- * to be under way since it came or since the last one was done. Embedded in the node and its legs.
+ * to be under way since it came or since the last one was done. One that takes longer
+ * than expected is expected to take longer still, in proportion. Embedded in the node and its legs.
  */
 #ifndef RT_WORK_H
 #define RT_WORK_H
 
 #include "common/ds/list.h"
 #include "common/thr/time.h"
+
+#define RT_WORK_OVERDUE 0.25 /* of the time that one has taken already */
 
 struct rt_work {
     struct bt_list items; /* struct rt_work_item.link, oldest first */
@@ -56,8 +59,8 @@ static inline double rt_work_seconds(const struct rt_work *w, uint64_t now_ns)
     first = BT_LIST_ENTRY(w->items.next, const struct rt_work_item, link);
     since = BT_MAX(first->added_ns, w->last_ns);
     run = now_ns > since ? (double)(now_ns - since) / 1e9 : 0;
-    left = w->total_s - BT_MIN(run, first->s);
-    return BT_MAX(left, 0.0);
+    left = BT_MAX(first->s - run, run * RT_WORK_OVERDUE);
+    return BT_MAX(w->total_s - first->s, 0.0) + left;
 }
 
 #endif

@@ -35,7 +35,8 @@ class Session:
 
 
 class FakeNode:
-    def __init__(self, name, role, digest=None, incarnation=1, on_start=None, **welcome):
+    def __init__(self, name, role, digest=None, incarnation=1, on_start=None, cache=None, **welcome):
+        self.cache = cache  # with follow(session, message) and load(); None: none, as an old node
         self.name, self.role, self.incarnation = name, role, incarnation
         self.on_start = on_start or (lambda session, start: None)
         self.welcome = dict(wire_version=1, name=name, incarnation=incarnation, role=role, model_name="m",
@@ -83,6 +84,8 @@ class FakeNode:
                             self.starts.append(m.start)
                             self.changed.notify_all()
                         self.on_start(s, m.start)
+                    elif kind == "follow" and self.cache:
+                        self.cache.follow(s, m.follow)
                     elif kind == "cancel":
                         with self.changed:
                             self.cancels.append(m.cancel.stream_id)
@@ -100,7 +103,7 @@ class FakeNode:
                 m = s.out.get(timeout=0.1)
             except queue.Empty:
                 if self.beat and s.welcomed:
-                    yield NodeMessage(load={"pages_free": 100})
+                    yield NodeMessage(load=self.cache.load() if self.cache else {"pages_free": 100})
                 if not context.is_active():
                     return
                 continue

@@ -164,9 +164,8 @@ static void test_work(void **state)
     rt_work_add(&w, &c, 1, S);
     assert_true(fabs(rt_work_seconds(&w, S) - 6) < 1e-9);
     assert_true(fabs(rt_work_seconds(&w, 2 * S) - 5) < 1e-9);
-    assert_true(fabs(rt_work_seconds(&w, 9 * S) - 4) <
-                1e-9);           /* late, but no longer than expected */
-    rt_work_done(&w, &b, 9 * S); /* out of order */
+    assert_true(fabs(rt_work_seconds(&w, 9 * S) - 6) < 1e-9); /* late: another two, it seems */
+    rt_work_done(&w, &b, 9 * S);                              /* out of order */
     assert_true(fabs(rt_work_seconds(&w, 9 * S) - 3) < 1e-9);
     rt_work_done(&w, &a, 10 * S);
     assert_true(fabs(rt_work_seconds(&w, 10 * S + S / 2) - 0.5) < 1e-9);
