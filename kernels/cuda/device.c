@@ -1,6 +1,6 @@
 /* The module: one device, one model. Everything that a pass needs is allocated in open; uploads go
  * through two pinned buffers. Thread: start-up and the engine's. */
-#include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/module.h"
 
 #include "common/base/buf.h"
 
@@ -9,8 +9,9 @@
 #define PINNED_BYTES ((size_t)32 << 20)
 #define ALIGN        ((size_t)256)
 
-/* Fewest rows for which cuBLASLt is asked, until measured otherwise. */
-#define STREAM_ROWS 128
+/* Most rows for which our own products are faster than cuBLASLt and what would follow it, measured
+ * on Llama-3.1-8B shapes (tests/bench/NOTES.md). */
+#define STREAM_ROWS 32
 
 static void close_device(struct kn_device *d)
 {
@@ -317,7 +318,7 @@ static int finish(struct kn_device *d, struct bt_err *err)
 {
     int e = (int)cudaStreamSynchronize(d->stream);
 
-    return e ? kn_cuda_fail(err, "loading weights", e) : BT_OK;
+    return e ? kn_cuda_fail(err, "loading weights", e) : kn_cuda_tune(d, err);
 }
 
 static const struct kn_device_ops ops = {
@@ -342,9 +343,7 @@ static const struct kn_device_ops ops = {
     .logits = kn_cuda_v_logits,
 };
 
-__attribute__((visibility("default"))) const struct kn_device_ops *kn_cuda_get(uint32_t abi);
-
-const struct kn_device_ops *kn_cuda_get(uint32_t abi)
+__attribute__((visibility("default"))) const struct kn_device_ops *kn_cuda_get(uint32_t abi)
 {
     return abi == KN_DEVICE_ABI ? &ops : NULL;
 }

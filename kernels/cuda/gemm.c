@@ -1,6 +1,6 @@
 /* cuBLASLt: row-major products seen as column-major ones, out^T [N, rows] = w^T (K x N, transposed)
  * times x^T (K x rows). Plans by shape in a small table. Thread: the engine's. */
-#include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/module.h"
 
 #include "common/base/buf.h"
 
@@ -147,22 +147,22 @@ int kn_gemm_run(struct kn_gemm *g, const struct kn_gemm_args *a, kn_cuda_stream 
     return p ? multiply(g, p, &p->algo, a, s) : 1000 + CUBLAS_STATUS_NOT_SUPPORTED;
 }
 
-/* Mean of a few runs after two to warm up, in us; negative if it does not run. */
+/* Mean of a few runs after one to warm up, in us; negative if it does not run. */
 static float time_of(struct kn_gemm *g,
                      const struct plan *p,
                      const cublasLtMatmulAlgo_t *algo,
                      const struct kn_gemm_args *a,
                      kn_cuda_stream s)
 {
-    enum { RUNS = 6 };
+    int runs = (double)a->rows * a->n * a->k > 1e11 ? 2 : 5;
     cudaEvent_t from, to;
     float ms = -1;
     int rc = 0;
 
     cudaEventCreate(&from);
     cudaEventCreate(&to);
-    for (int i = 0; i < RUNS + 2 && rc == 0; i++) {
-        if (i == 2) {
+    for (int i = 0; i < runs + 1 && rc == 0; i++) {
+        if (i == 1) {
             cudaEventRecord(from, s);
         }
         rc = multiply(g, p, algo, a, s);
@@ -174,10 +174,11 @@ static float time_of(struct kn_gemm *g,
     }
     cudaEventDestroy(from);
     cudaEventDestroy(to);
-    return ms < 0 ? ms : ms * 1000 / RUNS;
+    return ms < 0 ? ms : ms * 1000 / (float)runs;
 }
 
-int kn_gemm_tune(struct kn_gemm *g, const struct kn_gemm_args *a, kn_cuda_stream s, float *ret_us)
+int kn_gemm_tune(
+    struct kn_gemm *g, const struct kn_gemm_args *a, int most, kn_cuda_stream s, float *ret_us)
 {
     cublasLtMatmulHeuristicResult_t tries[CANDIDATES];
     struct plan *p = plan_of(g, a);
@@ -187,7 +188,7 @@ int kn_gemm_tune(struct kn_gemm *g, const struct kn_gemm_args *a, kn_cuda_stream
     if (!p) {
         return 1000 + CUBLAS_STATUS_NOT_SUPPORTED;
     }
-    n = candidates(g, p, CANDIDATES, tries);
+    n = candidates(g, p, BT_MIN(most, CANDIDATES), tries);
     for (int i = 0; i < n; i++) {
         float us = time_of(g, p, &tries[i].algo, a, s);
 

@@ -135,7 +135,8 @@ struct kn_cuda_stream_gemm_args {
     const struct kn_cuda_heads *heads; /* QKV */
     int split;                         /* 0 = the kernel's choice; else 1, 2, 4 or 8 */
     int stages;                        /* 0 = the kernel's choice */
-    int prefetch;                      /* < 0 = the kernel's choice; chunks ahead into L2 */
+    int group;                         /* stages filled at a time, 0 = the kernel's choice */
+    int warpgroups;                    /* 0 = the kernel's choice; 2, or 4 for more than 16 rows */
 };
 int kn_cuda_stream_init(void);
 int kn_cuda_stream_box(int rows);

@@ -1,7 +1,7 @@
 /* Device memory through the driver's virtual-memory interface, with a file descriptor for each
  * region, so that another process can hold or map it (ARCHITECTURE.md, memory outlives the
  * process). Also finds the driver at run time. Any thread after kn_cuda_start. */
-#include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/module.h"
 
 #include <pthread.h>
 #include <unistd.h>

@@ -4,7 +4,7 @@
  * number of rows in a list and replayed as a graph; missing rows are filled up with empty ones,
  * which have no page to write to and no context. Every other pass is launched kernel by kernel.
  * Two passes may be queued, so that the host plans while the device works. Thread: the engine's. */
-#include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/module.h"
 
 #include "common/base/buf.h"
 
@@ -397,4 +397,61 @@ int kn_cuda_wait(struct kn_device *d, int32_t *drawn, float *logits, struct bt_e
         memcpy(drawn, slot->drawn, (size_t)slot->n_outputs * sizeof(*drawn));
     }
     return BT_OK;
+}
+
+/* Products of one projection at `rows` rows. */
+static int tune_one(struct kn_device *d, const struct kn_cuda_weight *w, int rows)
+{
+    const struct bt_model_config *c = d->c;
+    bool head = w->n == c->n_vocab;
+    struct kn_gemm_args a = {.x = w->k == c->d_ff ? d->act.p : d->h.p,
+                             .w = w->data,
+                             .rows = rows,
+                             .n = w->n,
+                             .k = w->k,
+                             .add = w->n == c->d_model,
+                             .f32 = head,
+                             .out = head ? (void *)d->logits : d->gu};
+    float us;
+
+    if ((head && rows > d->cfg.max_outputs) || w->n > 2 * c->d_ff + (head ? w->n : 0) ||
+        w->k > BT_MAX(c->d_model, c->d_ff)) {
+        return 0;
+    }
+    return kn_gemm_tune(d->gemm, &a, rows > 1024 ? 6 : 12, d->stream, &us);
+}
+
+int kn_cuda_tune(struct kn_device *d, struct bt_err *err)
+{
+    static const int chunks[] = {512, 1024, 2048, 4096, 8192};
+    const struct kn_cuda_weight *seen[8];
+    int n_seen = 0, rc = 0;
+
+    rc = kn_cuda_fill(d->dtype, d->h.p, (size_t)d->cfg.max_batch_tokens * (size_t)d->h.width, 1, 1,
+                      d->stream);
+    rc = rc ? rc
+            : kn_cuda_fill(d->dtype, d->act.p,
+                           (size_t)d->cfg.max_batch_tokens * (size_t)d->act.width, 1, 2, d->stream);
+    for (const struct kn_cuda_weight *w = d->weights; w && rc == 0; w = w->next) {
+        int i = 0;
+
+        while (i < n_seen && (seen[i]->n != w->n || seen[i]->k != w->k)) {
+            i++;
+        }
+        if (i < n_seen || n_seen == (int)BT_ARRAY_LEN(seen)) {
+            continue;
+        }
+        seen[n_seen++] = w;
+        for (i = 0; i < KN_CUDA_GRAPHS && rc == 0; i++) {
+            if (graph_rows[i] > d->stream_rows && graph_rows[i] <= d->cfg.max_batch_seqs) {
+                rc = tune_one(d, w, graph_rows[i]);
+            }
+        }
+        for (size_t k = 0; k < BT_ARRAY_LEN(chunks) && rc == 0; k++) {
+            if (chunks[k] <= d->cfg.max_batch_tokens) {
+                rc = tune_one(d, w, chunks[k]);
+            }
+        }
+    }
+    return rc ? kn_cuda_fail(err, "tuning products", rc) : BT_OK;
 }

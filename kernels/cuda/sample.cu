@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, BUCKETS = 2048;
+constexpr int THREADS = 1024, WARPS = THREADS / 32, BUCKETS = 2048;
 constexpr double ONE = 0x1p46;
 
 struct Cut { // what stays: greater keys, and equal ones of ids below `id`
@@ -110,6 +110,7 @@ __device__ void best(const float *logits, int n, Shared &s, float *ret_max, int 
     float max = -INFINITY;
     int id = -1;
 
+#pragma unroll 8
     for (int i = threadIdx.x; i < n; i += THREADS) {
         float x = finite(logits[i]);
 
@@ -152,6 +153,7 @@ __device__ unsigned long long total(const Row &r, Shared &s, uint32_t *ret_n)
     uint32_t n = 0, key;
     bool in;
 
+#pragma unroll 4
     for (int i = threadIdx.x; i < r.n; i += THREADS) {
         sum += mass_at(r, i, &key, &in);
         n += in;
@@ -268,12 +270,14 @@ __device__ Cut find_cut(const Row &r, Shared &s, uint32_t want_n, unsigned long 
             s.mass[b] = 0;
         }
         __syncthreads();
+#pragma unroll 4
         for (int i = threadIdx.x; i < r.n; i += THREADS) {
             uint32_t key;
             bool in;
             unsigned long long m = mass_at(r, i, &key, &in);
 
-            if (in && (above == 32 || key >> above == prefix)) {
+            // what has no mass is never reached by mass
+            if (in && (m > 0 || want_n != ~0u) && (above == 32 || key >> above == prefix)) {
                 uint32_t b = key >> shift & ((1u << bits) - 1);
 
                 atomicAdd(&s.hits[b], 1);
@@ -336,6 +340,7 @@ __device__ int walk(const Row &r, Shared &s, double at)
     uint32_t key;
     bool in;
 
+#pragma unroll 4
     for (int i = from + lane; i < to; i += 32)
         sum += mass_at(r, i, &key, &in);
     sum = warp_sum64(sum);

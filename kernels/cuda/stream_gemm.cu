@@ -8,9 +8,11 @@
  * are added in rank order. The split depends on the shape of the weights alone, so the order in
  * which an output element is summed does not depend on the other rows.
  *
- * Before it waits for the kernel before it, a block fills its ring with weights and asks for the
- * next ones into the second-level cache: memory stays busy while short kernels run. Shared memory
- * stays under half of a multiprocessor's so that the next product can be resident for that.
+ * Before it waits for the kernel before it, a block fills its ring with weights: memory stays busy
+ * while sums meet and short kernels run. It lets the next kernel start when its own weights are read:
+ * memory gives its full rate to few streams with long runs of each row in flight (8 to 12 stages,
+ * filled 2 or 4 at a time), and far less to many: 4.3 TB/s against 2.8 (gate and up, 8 rows, H200).
+ * Asking for more weights ahead of time into the second-level cache made whole steps slower.
  *
  * What follows the product is folded in: bias, residual, SwiGLU (gate and up rows share a block), or
  * norms, rotary embedding and cache write of the heads. */
@@ -19,18 +21,26 @@
 
 namespace {
 
-constexpr int KC = 64;          // columns of a stage
-constexpr int W_BYTES = 16384;  // of weights in a stage
+constexpr int KC = 64;         // columns of a stage
+constexpr int BOX_BYTES = 8192; // 64 rows of weights in a stage, for one warpgroup
 constexpr int MAX_STAGES = 12;
-constexpr int CONSUMERS = 256;  // two warpgroups
-constexpr int THREADS = CONSUMERS + 32;
-constexpr int PART_LD = 132;    // floats from column to column of partial sums: no bank twice
+constexpr int SMEM_BYTES = 224 * 1024;
+
+// Sizes that follow from rows of x in a block and warpgroups that multiply.
+template <int NB, int WGS> struct Sizes {
+    static constexpr int ROWS = 64 * WGS; // of weights
+    static constexpr int W_BYTES = BOX_BYTES * WGS;
+    static constexpr int STAGE = W_BYTES + NB * 128;
+    static constexpr int CONSUMERS = 128 * WGS;
+    static constexpr int LD = ROWS + 4; // floats from column to column of sums: no bank twice
+    static constexpr int PART = NB * LD * 4;
+};
 
 struct Args {
     int n;      // rows of the weights
     int chunks; // of K
     int rows;
-    int stages, prefetch;
+    int stages, group;
     const float *bias;
     void *out;
     size_t out_stride;
@@ -41,49 +51,66 @@ struct Ring {
     uint64_t full[MAX_STAGES], empty[MAX_STAGES];
 };
 
-// One thread: everything that goes through the copy engine.
-template <int NB>
+// One thread: everything that goes through the copy engine. Stages are filled `group` at a time, so
+// that memory sees longer runs of each row.
+template <int NB, int WGS, bool PAIRS>
 __device__ void produce(const CUtensorMap *w, const CUtensorMap *x, const Args &a, Ring &ring,
-                        char *stages, int row_a, int row_b, int b0, int c0, int c1)
+                        char *stages, int tile, int b0, int c0, int c1)
 {
-    constexpr int STAGE = W_BYTES + NB * 128;
-    int n = c1 - c0, pre = n < a.stages ? n : a.stages;
+    using S = Sizes<NB, WGS>;
+    int n = c1 - c0, done = 0, s = 0, turn = 1; // the first turn finds every stage empty
+    bool waited = false;
 
     prefetch_map(w);
     prefetch_map(x);
-    for (int i = 0; i < pre; i++) {
-        char *st = stages + i * STAGE;
+    while (done < n) {
+        int g = n - done < a.group ? n - done : a.group, s0 = s, t = turn;
 
-        barrier_expect(&ring.full[i], STAGE);
-        copy_box(st, w, (c0 + i) * KC, row_a, &ring.full[i]);
-        copy_box(st + W_BYTES / 2, w, (c0 + i) * KC, row_b, &ring.full[i]);
-    }
-    for (int i = pre; i < n && i < pre + a.prefetch; i++) {
-        prefetch_box(w, (c0 + i) * KC, row_a);
-        prefetch_box(w, (c0 + i) * KC, row_b);
-    }
-    wait_before();
-    for (int i = 0; i < pre; i++)
-        copy_box(stages + i * STAGE + W_BYTES, x, (c0 + i) * KC, b0, &ring.full[i]);
-    for (int i = pre, s = 0, turn = 0; i < n; i++) {
-        char *st = stages + s * STAGE;
+        if (!waited)
+            g = n - done < a.stages ? n - done : a.stages;
+        for (int i = 0; i < g; i++) {
+            char *st = stages + s * S::STAGE;
 
-        barrier_wait(&ring.empty[s], turn);
-        barrier_expect(&ring.full[s], STAGE);
-        copy_box(st, w, (c0 + i) * KC, row_a, &ring.full[s]);
-        copy_box(st + W_BYTES / 2, w, (c0 + i) * KC, row_b, &ring.full[s]);
-        copy_box(st + W_BYTES, x, (c0 + i) * KC, b0, &ring.full[s]);
-        if (++s == a.stages) {
-            s = 0;
-            turn ^= 1;
+            if (waited)
+                barrier_wait(&ring.empty[s], t);
+            barrier_expect(&ring.full[s], S::STAGE);
+#pragma unroll
+            for (int b = 0; b < WGS; b++) {
+                int row = PAIRS ? (b < WGS / 2 ? 0 : a.n / 2) + tile * (S::ROWS / 2) +
+                                      b % (WGS / 2) * 64
+                                : tile * S::ROWS + b * 64;
+
+                copy_box(st + b * BOX_BYTES, w, (c0 + done + i) * KC, row, &ring.full[s]);
+            }
+            if (++s == a.stages) {
+                s = 0;
+                t ^= 1;
+            }
         }
+        if (!waited)
+            wait_before();
+        waited = true;
+        for (int i = 0; i < g; i++) {
+            copy_box(stages + s0 * S::STAGE + S::W_BYTES, x, (c0 + done + i) * KC, b0,
+                     &ring.full[s0]);
+            s0 = s0 + 1 == a.stages ? 0 : s0 + 1;
+        }
+        turn = t;
+        done += g;
     }
+    if (!waited)
+        wait_before();
 }
 
-template <typename T, int NB>
+template <int N> __device__ inline void consumers_sync()
+{
+    asm volatile("bar.sync 1, %0;" ::"n"(N) : "memory");
+}
+
+template <typename T, int NB, int WGS>
 __device__ void consume(const Args &a, Ring &ring, char *stages, int n, float *part)
 {
-    constexpr int STAGE = W_BYTES + NB * 128;
+    using S = Sizes<NB, WGS>;
     int wg = threadIdx.x / 128, lane = threadIdx.x & 31, warp = threadIdx.x / 32 & 3;
     float acc[NB / 2];
 
@@ -92,8 +119,8 @@ __device__ void consume(const Args &a, Ring &ring, char *stages, int n, float *p
         acc[i] = 0;
     for (int i = 0, s = 0, last = 0, turn = 0; i < n; i++) {
         barrier_wait(&ring.full[s], turn);
-        uint64_t da = mma_desc(stages + s * STAGE + wg * (W_BYTES / 2));
-        uint64_t db = mma_desc(stages + s * STAGE + W_BYTES);
+        uint64_t da = mma_desc(stages + s * S::STAGE + wg * BOX_BYTES);
+        uint64_t db = mma_desc(stages + s * S::STAGE + S::W_BYTES);
         mma_fence();
 #pragma unroll
         for (int k = 0; k < 4; k++) // 16 columns are 32 bytes
@@ -109,20 +136,19 @@ __device__ void consume(const Args &a, Ring &ring, char *stages, int n, float *p
         }
     }
     mma_wait<0>();
-    asm volatile("bar.sync 1, 256;" ::: "memory"); // no one reads the ring any more
+    consumers_sync<S::CONSUMERS>(); // no one reads the ring any more
     int row = wg * 64 + warp * 16 + lane / 4, col = lane % 4 * 2;
 #pragma unroll
     for (int j = 0; j < NB / 8; j++) {
 #pragma unroll
         for (int e = 0; e < 4; e++)
-            part[(8 * j + col + (e & 1)) * PART_LD + row + (e / 2) * 8] = acc[4 * j + e];
+            part[(8 * j + col + (e & 1)) * S::LD + row + (e / 2) * 8] = acc[4 * j + e];
     }
 }
 
-// Sum over the cluster of the element at column b, row r of the tile.
-__device__ inline float total(const float *part, int b, int r, int split)
+// Sum over the cluster of one element.
+__device__ inline float total(const float *p, int split)
 {
-    const float *p = part + b * PART_LD + r;
     float sum = 0;
 
     if (split == 1)
@@ -132,22 +158,25 @@ __device__ inline float total(const float *part, int b, int r, int split)
     return sum;
 }
 
-template <typename T, int KIND>
+template <typename T, int NB, int KIND, int WGS>
 __device__ void store(const Args &a, const float *part, int tile, int rank, int split, int b0,
                       int rows)
 {
-    constexpr int WIDTH = KIND == KN_STREAM_SWIGLU ? 64 : 128;
+    using S = Sizes<NB, WGS>;
+    constexpr int WIDTH = KIND == KN_STREAM_SWIGLU ? S::ROWS / 2 : S::ROWS;
     int n = KIND == KN_STREAM_SWIGLU ? a.n / 2 : a.n, n0 = tile * WIDTH;
 
-    for (int i = rank * CONSUMERS + threadIdx.x; i < rows * (WIDTH / 2); i += split * CONSUMERS) {
+    for (int i = rank * S::CONSUMERS + threadIdx.x; i < rows * (WIDTH / 2);
+         i += split * S::CONSUMERS) {
         int b = i / (WIDTH / 2), r = i % (WIDTH / 2) * 2;
+        const float *p = part + b * S::LD + r;
 
         if (n0 + r >= n)
             continue;
-        float y0 = total(part, b, r, split), y1 = total(part, b, r + 1, split);
+        float y0 = total(p, split), y1 = total(p + 1, split);
         size_t at = (size_t)(b0 + b) * a.out_stride + n0 + r;
         if (KIND == KN_STREAM_SWIGLU) {
-            float u0 = total(part, b, 64 + r, split), u1 = total(part, b, 65 + r, split);
+            float u0 = total(p + WIDTH, split), u1 = total(p + WIDTH + 1, split);
 
             // rounded as the product alone would be, then as the many-row kernel computes
             y0 = to_f(from_f<T>(y0));
@@ -174,16 +203,18 @@ __device__ void store(const Args &a, const float *part, int tile, int rank, int 
     }
 }
 
-// A tile is one head of 128 or two of 64; a warp takes one head of one row.
-template <typename T, int E>
+// A tile is whole heads of 128 or 64; a warp takes one head of one row.
+template <typename T, int NB, int WGS, int E>
 __device__ void store_heads(const Args &a, const float *part, int tile, int rank, int split, int b0,
                             int rows)
 {
-    constexpr int D = 64 * E, PER = 128 / D;
+    using S = Sizes<NB, WGS>;
+    constexpr int D = 64 * E, PER = S::ROWS / D, WARPS = S::CONSUMERS / 32;
     int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
 
-    for (int u = rank * 8 + warp; u < rows * PER; u += split * 8) {
+    for (int u = rank * WARPS + warp; u < rows * PER; u += split * WARPS) {
         int b = u / PER, in_tile = u % PER, head = tile * PER + in_tile;
+        const float *p = part + b * S::LD + in_tile * D;
         float va[E], vb[E];
 
         if (head * D >= a.n)
@@ -192,8 +223,8 @@ __device__ void store_heads(const Args &a, const float *part, int tile, int rank
         for (int j = 0; j < E; j++) {
             HeadPlace at = pair_at(lane * E + j, D / 2, a.heads.interleaved);
 
-            va[j] = total(part, b, in_tile * D + at.a, split);
-            vb[j] = total(part, b, in_tile * D + at.b, split);
+            va[j] = total(p + at.a, split);
+            vb[j] = total(p + at.b, split);
             if (a.bias) {
                 va[j] += a.bias[head * D + at.a];
                 vb[j] += a.bias[head * D + at.b];
@@ -204,11 +235,12 @@ __device__ void store_heads(const Args &a, const float *part, int tile, int rank
     }
 }
 
-template <typename T, int NB, int KIND>
-__global__ void __launch_bounds__(THREADS)
+template <typename T, int NB, int KIND, int WGS>
+__global__ void __launch_bounds__(Sizes<NB, WGS>::CONSUMERS + 32)
     stream_gemm(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x,
                 const __grid_constant__ Args a)
 {
+    using S = Sizes<NB, WGS>;
     extern __shared__ char raw[];
     __shared__ Ring ring;
     char *stages = raw + ((1024 - (smem_addr(raw) & 1023)) & 1023);
@@ -217,67 +249,69 @@ __global__ void __launch_bounds__(THREADS)
     int c0 = (int)((long)a.chunks * rank / split), c1 = (int)((long)a.chunks * (rank + 1) / split);
     int rows = a.rows - b0 < NB ? a.rows - b0 : NB;
 
-    let_next();
     if (threadIdx.x == 0) {
         for (int i = 0; i < a.stages; i++) {
             barrier_init(&ring.full[i], 1);
-            barrier_init(&ring.empty[i], CONSUMERS / 32);
+            barrier_init(&ring.empty[i], S::CONSUMERS / 32);
         }
         barrier_init_done();
     }
     __syncthreads();
-    if (threadIdx.x >= CONSUMERS) {
-        if (threadIdx.x == CONSUMERS) {
-            int row_a = KIND == KN_STREAM_SWIGLU ? tile * 64 : tile * 128;
-            int row_b = KIND == KN_STREAM_SWIGLU ? a.n / 2 + tile * 64 : tile * 128 + 64;
-
-            produce<NB>(&w, &x, a, ring, stages, row_a, row_b, b0, c0, c1);
-        }
+    if (threadIdx.x >= S::CONSUMERS) {
+        if (threadIdx.x == S::CONSUMERS)
+            produce<NB, WGS, KIND == KN_STREAM_SWIGLU>(&w, &x, a, ring, stages, tile, b0, c0, c1);
     } else {
-        consume<T, NB>(a, ring, stages, c1 - c0, part);
-        asm volatile("bar.sync 1, 256;" ::: "memory");
+        consume<T, NB, WGS>(a, ring, stages, c1 - c0, part);
+        consumers_sync<S::CONSUMERS>();
+        if (threadIdx.x == 0) // the first call of a block counts; sooner, two would stream at once
+            let_next();
     }
     if (split > 1)
         cluster_sync();
-    if (threadIdx.x < CONSUMERS) {
+    if (threadIdx.x < S::CONSUMERS) {
         wait_before();
         if (KIND != KN_STREAM_QKV)
-            store<T, KIND>(a, part, tile, rank, split, b0, rows);
+            store<T, NB, KIND, WGS>(a, part, tile, rank, split, b0, rows);
         else if (a.heads.head_dim == 128)
-            store_heads<T, 2>(a, part, tile, rank, split, b0, rows);
+            store_heads<T, NB, WGS, 2>(a, part, tile, rank, split, b0, rows);
         else
-            store_heads<T, 1>(a, part, tile, rank, split, b0, rows);
+            store_heads<T, NB, WGS, 1>(a, part, tile, rank, split, b0, rows);
     }
     if (split > 1)
         cluster_sync(); // the others may still read this block's sums
 }
 
-template <typename T, int NB, int KIND> int run(const kn_cuda_stream_gemm_args *a, cudaStream_t s)
+template <typename T, int NB, int KIND, int WGS>
+int run(const kn_cuda_stream_gemm_args *a, cudaStream_t s)
 {
-    constexpr int STAGE = W_BYTES + NB * 128, PART = NB * PART_LD * 4;
-    int tiles = KIND == KN_STREAM_SWIGLU ? (a->n / 2 + 63) / 64 : (a->n + 127) / 128;
-    int chunks = (a->k + KC - 1) / KC, split = a->split, stages = a->stages;
+    using S = Sizes<NB, WGS>;
+    int outputs = KIND == KN_STREAM_SWIGLU ? a->n / 2 : a->n;
+    int width = KIND == KN_STREAM_SWIGLU ? S::ROWS / 2 : S::ROWS;
+    int tiles = (outputs + width - 1) / width, chunks = (a->k + KC - 1) / KC;
+    int split = a->split, stages = a->stages, group = a->group;
 
-    while (split == 0) { // so many that the card is nearly full, and not short of work each
+    // Measured: memory likes few blocks with long runs of their rows in flight. About half the card
+    // is enough to fill it, and leaves the rest to the next product's first stages.
+    while (split == 0) {
         split = 1;
-        while (split < 8 && tiles * split * 2 <= 160 && chunks / (split * 2) >= 8)
+        while (split < 8 && tiles * split * 2 <= 100 && chunks / (split * 2) >= 8)
             split *= 2;
     }
-    if (stages == 0) {
-        stages = 100 * 1024 / STAGE;
-        if (tiles * split > 132) // two of this product and one of the next on a multiprocessor
-            stages = 72 * 1024 / STAGE;
-        stages = stages > 6 ? 6 : stages;
-    }
-    while (stages * STAGE < PART)
+    if (stages == 0)
+        stages = tiles * split <= 132 ? MAX_STAGES : tiles <= 400 ? 8 : 5;
+    if (group == 0)
+        group = tiles * split <= 132 ? 4 : 2;
+    while (stages * S::STAGE > SMEM_BYTES - 2048)
+        stages--;
+    while (stages * S::STAGE < S::PART)
         stages++;
-    stages = stages > MAX_STAGES ? MAX_STAGES : stages;
+    group = group * 2 > stages ? 1 : group;
     Args args = {};
     args.n = a->n;
     args.chunks = chunks;
     args.rows = a->rows;
     args.stages = stages;
-    args.prefetch = a->prefetch < 0 ? 12 : a->prefetch;
+    args.group = group;
     args.bias = a->bias;
     args.out = a->out;
     args.out_stride = a->out_stride;
@@ -286,65 +320,72 @@ template <typename T, int NB, int KIND> int run(const kn_cuda_stream_gemm_args *
     CUtensorMap w, x;
     memcpy(&w, a->w, sizeof(w));
     memcpy(&x, a->x, sizeof(x));
-    return launch(stream_gemm<T, NB, KIND>, dim3(split, tiles, (a->rows + NB - 1) / NB), THREADS,
-                  (size_t)stages * STAGE + 1024, split, s, w, x, args);
+    return launch(stream_gemm<T, NB, KIND, WGS>, dim3(split, tiles, (a->rows + NB - 1) / NB),
+                  S::CONSUMERS + 32, (size_t)stages * S::STAGE + 1024, split, s, w, x, args);
 }
 
-template <typename T, int NB> int by_kind(const kn_cuda_stream_gemm_args *a, cudaStream_t s)
+template <typename T, int NB, int WGS>
+int by_kind(const kn_cuda_stream_gemm_args *a, cudaStream_t s)
 {
     switch (a->kind) {
     case KN_STREAM_STORE:
-        return run<T, NB, KN_STREAM_STORE>(a, s);
+        return run<T, NB, KN_STREAM_STORE, WGS>(a, s);
     case KN_STREAM_ADD:
-        return run<T, NB, KN_STREAM_ADD>(a, s);
+        return run<T, NB, KN_STREAM_ADD, WGS>(a, s);
     case KN_STREAM_SWIGLU:
-        return run<T, NB, KN_STREAM_SWIGLU>(a, s);
+        return run<T, NB, KN_STREAM_SWIGLU, WGS>(a, s);
     case KN_STREAM_F32:
-        return run<T, NB, KN_STREAM_F32>(a, s);
+        return run<T, NB, KN_STREAM_F32, WGS>(a, s);
     case KN_STREAM_QKV:
-        return run<T, NB, KN_STREAM_QKV>(a, s);
+        return run<T, NB, KN_STREAM_QKV, WGS>(a, s);
     }
     return cudaErrorInvalidValue;
 }
 
+// More rows of x: wider tiles of weights, so that x is read less often.
 template <typename T> int by_rows(const kn_cuda_stream_gemm_args *a, cudaStream_t s)
 {
+    bool wide = a->warpgroups == 4;
+
     switch (kn_cuda_stream_box(a->rows)) {
     case 8:
-        return by_kind<T, 8>(a, s);
+        return by_kind<T, 8, 2>(a, s);
     case 16:
-        return by_kind<T, 16>(a, s);
+        return by_kind<T, 16, 2>(a, s);
     case 32:
-        return by_kind<T, 32>(a, s);
+        return wide ? by_kind<T, 32, 4>(a, s) : by_kind<T, 32, 2>(a, s);
     case 64:
-        return by_kind<T, 64>(a, s);
+        return wide ? by_kind<T, 64, 4>(a, s) : by_kind<T, 64, 2>(a, s);
     default:
-        return by_kind<T, 128>(a, s);
+        return wide ? by_kind<T, 128, 4>(a, s) : by_kind<T, 128, 2>(a, s);
     }
 }
 
-template <typename T, int NB, int KIND> int allow()
+template <typename T, int NB, int KIND, int WGS> int allow()
 {
-    return cudaFuncSetAttribute(stream_gemm<T, NB, KIND>,
-                                cudaFuncAttributeMaxDynamicSharedMemorySize, 220 * 1024);
+    return cudaFuncSetAttribute(stream_gemm<T, NB, KIND, WGS>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize, SMEM_BYTES);
 }
-template <typename T, int NB> int allow_kinds()
+template <typename T, int NB, int WGS> int allow_kinds()
 {
-    int rc = allow<T, NB, KN_STREAM_STORE>();
+    int rc = allow<T, NB, KN_STREAM_STORE, WGS>();
 
-    rc = rc ? rc : allow<T, NB, KN_STREAM_ADD>();
-    rc = rc ? rc : allow<T, NB, KN_STREAM_SWIGLU>();
-    rc = rc ? rc : allow<T, NB, KN_STREAM_F32>();
-    return rc ? rc : allow<T, NB, KN_STREAM_QKV>();
+    rc = rc ? rc : allow<T, NB, KN_STREAM_ADD, WGS>();
+    rc = rc ? rc : allow<T, NB, KN_STREAM_SWIGLU, WGS>();
+    rc = rc ? rc : allow<T, NB, KN_STREAM_F32, WGS>();
+    return rc ? rc : allow<T, NB, KN_STREAM_QKV, WGS>();
 }
 template <typename T> int allow_all()
 {
-    int rc = allow_kinds<T, 8>();
+    int rc = allow_kinds<T, 8, 2>();
 
-    rc = rc ? rc : allow_kinds<T, 16>();
-    rc = rc ? rc : allow_kinds<T, 32>();
-    rc = rc ? rc : allow_kinds<T, 64>();
-    return rc ? rc : allow_kinds<T, 128>();
+    rc = rc ? rc : allow_kinds<T, 16, 2>();
+    rc = rc ? rc : allow_kinds<T, 32, 2>();
+    rc = rc ? rc : allow_kinds<T, 64, 2>();
+    rc = rc ? rc : allow_kinds<T, 128, 2>();
+    rc = rc ? rc : allow_kinds<T, 32, 4>();
+    rc = rc ? rc : allow_kinds<T, 64, 4>();
+    return rc ? rc : allow_kinds<T, 128, 4>();
 }
 
 } // namespace

@@ -1,7 +1,7 @@
 /* The vocabulary of the architecture files as launches. Products of few rows go through our own
  * kernel with what follows folded in, the others through cuBLASLt with kernels after it. A launch
  * that fails is remembered; the pass reports it. Thread: the engine's. */
-#include "kernels/cuda/cuda_int.h"
+#include "kernels/cuda/module.h"
 
 static void did(struct kn_device *d, const char *what, int rc)
 {
@@ -45,7 +45,6 @@ static void few_rows(struct kn_device *d, const struct product *p)
         .out = p->out,
         .out_stride = p->out_stride,
         .heads = p->heads,
-        .prefetch = -1,
     };
 
     did(d, "product of few rows", kn_cuda_stream_gemm(d->dtype, &a, d->stream));

@@ -4,7 +4,7 @@
 #include <math.h>
 
 /* Rows of x and h are as wide as what they hold; nothing pads. */
-void kn_f_embed(struct kn_fwd *f)
+static void embed(struct kn_fwd *f)
 {
     float *out = f->x;
     struct kn_embed_args a = {.table = f->w->embed,
@@ -13,12 +13,17 @@ void kn_f_embed(struct kn_fwd *f)
                               .out = out,
                               .out_stride = (size_t)f->c->d_model};
 
-    if (f->device) {
-        f->device_ops->embed(f->device, f->w->embed_data);
-        return;
-    }
     f->ops->embed(f->stream, &a);
     kn_tap(f, out, f->c->d_model, "embed", -1);
+}
+
+void kn_f_embed(struct kn_fwd *f)
+{
+    if (f->device) {
+        f->device_ops->embed(f->device, f->w->embed_data);
+    } else {
+        embed(f);
+    }
 }
 
 static void norm(struct kn_fwd *f, const float *x, const float *w, float *out)
@@ -120,7 +125,7 @@ void kn_f_qkv(struct kn_fwd *f, int il)
     kv_write(f, il);
 }
 
-void kn_f_keep_wanted(struct kn_fwd *f, int il)
+static void keep_wanted(struct kn_fwd *f)
 {
     size_t e = (size_t)f->c->d_model, qkv = (size_t)kn_f_qkv_width(f);
     struct kn_gather_args x = {.x = f->x,
@@ -138,13 +143,6 @@ void kn_f_keep_wanted(struct kn_fwd *f, int il)
                                .out = f->qkv,
                                .out_stride = qkv};
 
-    if (il != f->c->n_layers - 1) {
-        return;
-    }
-    if (f->device) {
-        f->device_ops->keep_wanted(f->device);
-        return;
-    }
     if (f->n_wanted == f->n_rows) {
         return;
     }
@@ -154,7 +152,19 @@ void kn_f_keep_wanted(struct kn_fwd *f, int il)
     f->seqs = f->wanted_seqs;
 }
 
-void kn_f_attention(struct kn_fwd *f, int il)
+void kn_f_keep_wanted(struct kn_fwd *f, int il)
+{
+    if (il != f->c->n_layers - 1) {
+        return;
+    }
+    if (f->device) {
+        f->device_ops->keep_wanted(f->device);
+    } else {
+        keep_wanted(f);
+    }
+}
+
+static void attention(struct kn_fwd *f, int il)
 {
     float *out = f->h;
     struct kn_attention_args a = {.q = kn_f_q(f),
@@ -169,15 +179,20 @@ void kn_f_attention(struct kn_fwd *f, int il)
                                   .out = out,
                                   .out_stride = (size_t)kn_f_q_width(f)};
 
-    if (f->device) {
-        f->device_ops->attention(f->device, il);
-        return;
-    }
     if (f->b->layer_wait) {
         f->b->layer_wait(f->b->layer_wait_arg, il);
     }
     f->ops->attention(f->stream, &a);
     kn_tap(f, out, kn_f_q_width(f), "attn_heads", il);
+}
+
+void kn_f_attention(struct kn_fwd *f, int il)
+{
+    if (f->device) {
+        f->device_ops->attention(f->device, il);
+    } else {
+        attention(f, il);
+    }
 }
 
 void kn_f_attn_out(struct kn_fwd *f, int il)

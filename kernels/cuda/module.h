@@ -1,4 +1,5 @@
-/* Inside of kernels/cuda: driver entry points, matrix products, the device object. */
+/* Between the files of kernels/cuda and their tests: driver entry points, matrix products, the
+ * device object. */
 #ifndef KN_CUDA_CUDA_INT_H
 #define KN_CUDA_CUDA_INT_H
 
@@ -56,9 +57,10 @@ int kn_gemm_create(enum kn_cuda_dtype t, struct kn_gemm **ret, struct bt_err *er
 void kn_gemm_destroy(struct kn_gemm *g);
 /* 0, or a cudaError_t or 1000 + a cublasStatus_t. */
 int kn_gemm_run(struct kn_gemm *g, const struct kn_gemm_args *a, kn_cuda_stream s);
-/* Tries the library's candidates on these very buffers (out is overwritten) and keeps the fastest;
- * *ret_us: its time. Synchronizes. */
-int kn_gemm_tune(struct kn_gemm *g, const struct kn_gemm_args *a, kn_cuda_stream s, float *ret_us);
+/* Tries up to `most` of the library's candidates on these very buffers (out is overwritten) and
+ * keeps the fastest; *ret_us: its time. Synchronizes. */
+int kn_gemm_tune(
+    struct kn_gemm *g, const struct kn_gemm_args *a, int most, kn_cuda_stream s, float *ret_us);
 
 /* Activations that a product reads: one map for each number of rows a block may take. */
 struct kn_cuda_act {
@@ -144,6 +146,9 @@ struct kn_device {
     int next_pinned;
 };
 
+/* The module's entry. */
+const struct kn_device_ops *kn_cuda_get(uint32_t abi);
+
 /* vocab.c: the vocabulary of the architecture files. */
 void kn_cuda_v_embed(struct kn_device *d, const void *table);
 void kn_cuda_v_qkv(struct kn_device *d, const struct kn_device_qkv *a);
@@ -162,6 +167,8 @@ int kn_cuda_pass(struct kn_device *d,
                  void *arg,
                  struct bt_err *err);
 int kn_cuda_wait(struct kn_device *d, int32_t *drawn, float *logits, struct bt_err *err);
+/* Tunes products of the rows that steps have. */
+int kn_cuda_tune(struct kn_device *d, struct bt_err *err);
 /* Words of the batch descriptor of the largest pass. */
 size_t kn_cuda_blob_words(const struct kn_device *d);
 

@@ -1,0 +1,391 @@
+/* Speed of whole passes on a CUDA device: Llama-3.1-8B shapes, random weights made on the device.
+ *
+ *   prefill N          one prompt of N tokens, in pieces of at most 8,192, until its first token
+ *   decode B x C       a step of B sequences with C positions each; tokens are drawn on the device
+ * and the host queues the next step while one runs requests N         N prompts of 1,024 and 128
+ * answered tokens each, all at once: prompts first, eight a pass, then steps of all
+ *
+ * Ceilings of the same run: bytes that must be read (weights, K and V) at the rate at which a
+ * kernel reads memory, operations at the rate of the best large BF16 product. Floors add both by
+ * phases; ratio = floor over measured. Peer: vLLM 0.25.1 as measured on the same card (NOTES.md),
+ * not here. Needs a card; neither gRPC nor UCX, no network, no files.
+ *
+ *   bench_gpu_engine [--json] [--only TEXT] [--layers N] */
+#include "kernels/cuda/module.h"
+#include "kernels/model/model.h"
+#include "tests/bench/probe.h"
+#include "tests/gpu/attn_rig.h"
+#include "tests/gpu/made_model.h"
+
+#include "common/thr/time.h"
+
+#include <getopt.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#define PAGE      64
+#define MAX_SEQS  256
+#define MAX_CHUNK 8192
+#define MAX_CTX   32832
+#define POOL      (256 * (2048 + 128) + 64) /* tokens; 64 x 8k fits too */
+
+struct bench {
+    bool json;
+    const char *only;
+    struct made_model made;
+    struct bt_model_file *file;
+    struct kn_model *model;
+    struct bt_mem_region kv;
+    struct kv_layout layout;
+    uint32_t *pages;       /* a permutation of all */
+    double read_rate, mma; /* bytes and operations a second */
+    double block_weights, head_weights;
+    double kv_token; /* bytes of K and V of a position, all layers */
+};
+
+static void die(const char *what, const struct bt_err *err)
+{
+    fprintf(stderr, "bench_gpu_engine: %s: %s\n", what, err->msg);
+    exit(1);
+}
+
+static double matrix_rate(void)
+{
+    enum { M = 8192, N = 14336, K = 4096 };
+    struct kn_gemm *g;
+    struct bt_err err = {0};
+    struct kn_gemm_args a = {.rows = M, .n = N, .k = K};
+    void *x, *w;
+    float us;
+
+    if (kn_gemm_create(KN_CUDA_BF16, &g, &err) < 0) {
+        die("matrix rate", &err);
+    }
+    rig_must((int)cudaMalloc(&x, (size_t)M * K * 2), "cudaMalloc");
+    rig_must((int)cudaMalloc(&w, (size_t)N * K * 2), "cudaMalloc");
+    rig_must((int)cudaMalloc(&a.out, (size_t)M * N * 2), "cudaMalloc");
+    a.x = x;
+    a.w = w;
+    rig_must(kn_cuda_fill(KN_CUDA_BF16, x, (size_t)M * K, 1, 1, NULL), "fill");
+    rig_must(kn_cuda_fill(KN_CUDA_BF16, w, (size_t)N * K, 1, 2, NULL), "fill");
+    rig_must(kn_gemm_tune(g, &a, 16, NULL, &us), "tune");
+    cudaFree(x);
+    cudaFree(w);
+    cudaFree(a.out);
+    kn_gemm_destroy(g);
+    return 2.0 * M * N * K / us * 1e6;
+}
+
+static void setup(struct bench *b)
+{
+    const struct made_model *m = &b->made;
+    struct kn_model_cfg cfg = {.max_batch_tokens = MAX_CHUNK,
+                               .max_batch_seqs = MAX_SEQS,
+                               .max_outputs = MAX_SEQS,
+                               .max_ctx = MAX_CTX,
+                               .device = kn_cuda_get(KN_DEVICE_ABI),
+                               .page_tokens = PAGE,
+                               .random_seed = 42};
+    double hd = m->heads * m->head_dim, kd = m->kv_heads * m->head_dim, e = m->width;
+    struct bt_err err = {0};
+    uint64_t start = bt_now_ns();
+
+    if (made_model_open(m, &b->file, &err) < 0) {
+        die("model file", &err);
+    }
+    cfg.file = b->file;
+    if (kn_model_create(&cfg, &b->model, &err) < 0) {
+        die("model", &err);
+    }
+    b->layout = (struct kv_layout){.n_layers = m->layers,
+                                   .n_kv_heads = m->kv_heads,
+                                   .head_dim = m->head_dim,
+                                   .page_tokens = PAGE,
+                                   .dtype = KV_DTYPE_BF16,
+                                   .n_pages = POOL / PAGE};
+    if (kv_layout_init(&b->layout, &err) < 0 ||
+        kn_cuda_mem.alloc(b->layout.bytes, "kv", &b->kv, &err) < 0) {
+        die("pool", &err);
+    }
+    rig_must(kn_cuda_fill(KN_CUDA_BF16, b->kv.base, b->layout.bytes / 2, 1, 7, NULL), "fill");
+    rig_must((int)cudaDeviceSynchronize(), "fill");
+    b->pages = malloc(b->layout.n_pages * sizeof(*b->pages));
+    for (uint32_t i = 0; i < b->layout.n_pages; i++) { /* runs of 4 pages, scattered */
+        b->pages[i] = (i / 4 * 1021 % (b->layout.n_pages / 4)) * 4 + i % 4;
+    }
+    b->block_weights = m->layers * (e * (hd + 2 * kd) + hd * e + 3.0 * e * m->ff);
+    b->head_weights = e * m->vocab;
+    b->kv_token = m->layers * 2 * kd * 2;
+    if (!b->json) {
+        printf("model and pool set up in %.2f s\n", (double)(bt_now_ns() - start) / 1e9);
+    }
+}
+
+/* Queues one step of n sequences from `pos` on; `first`: ids come from the host. */
+static void submit_step(struct bench *b, int n, int per_seq, int pos, bool first)
+{
+    static const struct kn_device_draw greedy;
+    static struct kn_batch_seq seqs[MAX_SEQS];
+    static int32_t ids[MAX_SEQS];
+    struct kn_batch batch = {.n_tokens = n,
+                             .ids = ids,
+                             .n_seqs = n,
+                             .seqs = seqs,
+                             .kv = b->kv.base,
+                             .layout = &b->layout};
+    struct bt_err err = {0};
+
+    for (int i = 0; i < n; i++) {
+        ids[i] = first ? 100 + i : -1 - i;
+        seqs[i] = (struct kn_batch_seq){.n_tokens = 1,
+                                        .pos = pos,
+                                        .pages = b->pages + (size_t)i * (size_t)per_seq,
+                                        .want_logits = true,
+                                        .draw = &greedy};
+    }
+    if (kn_model_submit(b->model, &batch, &err) < 0) {
+        die("decode", &err);
+    }
+}
+
+static void wait_step(struct bench *b)
+{
+    static int32_t drawn[MAX_SEQS];
+    struct bt_err err = {0};
+
+    if (kn_model_wait(b->model, drawn, NULL, &err) < 0) {
+        die("step", &err);
+    }
+}
+
+/* Seconds of `steps` steps whose contexts end at ctx. */
+static double decode_steps(struct bench *b, int n, int ctx, int steps)
+{
+    int per_seq = BT_DIV_UP(ctx + 64, PAGE);
+    uint64_t start = bt_now_ns();
+
+    for (int i = 0; i < steps; i++) {
+        submit_step(b, n, per_seq, ctx - steps + i, i == 0);
+        if (i > 0) {
+            wait_step(b);
+        }
+    }
+    wait_step(b);
+    return (double)(bt_now_ns() - start) / 1e9;
+}
+
+/* n prompts of `len` tokens from position 0, in one pass, or one prompt in pieces. */
+static void prefill_pass(struct bench *b, int first_seq, int n, int len, int per_seq, int pos)
+{
+    static const struct kn_device_draw greedy;
+    static struct kn_batch_seq seqs[MAX_SEQS];
+    static int32_t ids[MAX_CHUNK];
+    struct kn_batch batch = {.n_tokens = n * len,
+                             .ids = ids,
+                             .n_seqs = n,
+                             .seqs = seqs,
+                             .kv = b->kv.base,
+                             .layout = &b->layout};
+    struct bt_err err = {0};
+
+    for (int i = 0; i < n * len; i++) {
+        ids[i] = (int32_t)((uint32_t)(i + pos) * 2654435761u % (uint32_t)b->made.vocab);
+    }
+    for (int i = 0; i < n; i++) {
+        seqs[i] =
+            (struct kn_batch_seq){.n_tokens = len,
+                                  .pos = pos,
+                                  .pages = b->pages + (size_t)(first_seq + i) * (size_t)per_seq,
+                                  .want_logits = true,
+                                  .draw = &greedy};
+    }
+    if (kn_model_submit(b->model, &batch, &err) < 0) {
+        die("prefill", &err);
+    }
+}
+
+static double prefill_once(struct bench *b, int len)
+{
+    uint64_t start = bt_now_ns();
+    int per_seq = BT_DIV_UP(len, PAGE) + 1;
+
+    for (int pos = 0; pos < len; pos += MAX_CHUNK) {
+        prefill_pass(b, 0, 1, BT_MIN(len - pos, MAX_CHUNK), per_seq, pos);
+        if (pos > 0) {
+            wait_step(b);
+        }
+    }
+    wait_step(b);
+    return (double)(bt_now_ns() - start) / 1e9;
+}
+
+static double prefill_ops(const struct bench *b, double len)
+{
+    double attention = 4.0 * b->made.heads * b->made.head_dim * b->made.layers * len * len / 2;
+
+    return 2 * b->block_weights * len + attention + 2 * b->head_weights;
+}
+
+static double decode_bytes(const struct bench *b, double n, double ctx)
+{
+    return 2 * (b->block_weights + b->head_weights) + n * ctx * b->kv_token;
+}
+
+static double peer_ms; /* of the case, 0 = none; set by the tables below */
+
+static void report(struct bench *b, const char *name, double s, double floor_s, double work)
+{
+    struct probe_result r = {.bench = "gpu-engine",
+                             .name = name,
+                             .metric = "ms",
+                             .unit = "ms",
+                             .value = s * 1e3,
+                             .ceiling = "floor",
+                             .ceiling_value = floor_s * 1e3,
+                             .lower_is_better = true,
+                             .peer = peer_ms > 0 ? "vLLM 0.25.1 (recorded)" : NULL,
+                             .peer_value = peer_ms,
+                             .peer_ratio = peer_ms / (s * 1e3)};
+
+    if (b->json) {
+        probe_print(&r, true);
+    } else {
+        printf("%-20s %9.3f ms  floor %8.3f  share %.3f  %7.1f %s", name, s * 1e3, floor_s * 1e3,
+               floor_s / s, work / s / 1e12, strncmp(name, "prefill", 7) == 0 ? "TFLOP/s" : "TB/s");
+        if (peer_ms > 0) {
+            printf("  vLLM (recorded) %.2f ms: %.3fx", peer_ms, peer_ms / (s * 1e3));
+        }
+        printf("\n");
+    }
+}
+
+static bool wanted(const struct bench *b, const char *name)
+{
+    return !b->only || strstr(name, b->only);
+}
+
+static void run_decode(struct bench *b, int n, int ctx, double peer)
+{
+    char name[64];
+    double best[3], bytes = decode_bytes(b, n, ctx - 16);
+
+    snprintf(name, sizeof(name), "decode %d x %d", n, ctx);
+    if (!wanted(b, name)) {
+        return;
+    }
+    decode_steps(b, n, ctx, 4);
+    for (int i = 0; i < 3; i++) {
+        best[i] = decode_steps(b, n, ctx, 32) / 32;
+    }
+    peer_ms = peer;
+    report(b, name, probe_median(best, 3), bytes / b->read_rate, bytes);
+}
+
+static void run_prefill(struct bench *b, int len, double peer)
+{
+    char name[64];
+    double t[5], ops = prefill_ops(b, len);
+    int n = len > 10000 ? 2 : 5;
+
+    snprintf(name, sizeof(name), "prefill %d", len);
+    if (!wanted(b, name)) {
+        return;
+    }
+    prefill_once(b, len);
+    for (int i = 0; i < n; i++) {
+        t[i] = prefill_once(b, len);
+    }
+    peer_ms = peer;
+    report(b, name, probe_median(t, n), ops / b->mma, ops);
+}
+
+/* n prompts of 1,024, then 128 tokens each. */
+static void run_requests(struct bench *b, int n, double peer_tokens_per_s)
+{
+    enum { IN = 1024, OUT = 128, PER_PASS = MAX_CHUNK / IN };
+    int per_seq = BT_DIV_UP(IN + OUT, PAGE);
+    double ops = n * prefill_ops(b, IN), bytes = 0, s;
+    char name[64];
+    uint64_t start;
+
+    snprintf(name, sizeof(name), "requests %d", n);
+    if (!wanted(b, name)) {
+        return;
+    }
+    for (int i = 1; i < OUT; i++) {
+        bytes += decode_bytes(b, n, IN + i);
+    }
+    start = bt_now_ns();
+    for (int q = 0; q < n; q += PER_PASS) {
+        prefill_pass(b, q, BT_MIN(PER_PASS, n - q), IN, per_seq, 0);
+        if (q > 0) {
+            wait_step(b);
+        }
+    }
+    for (int i = 1; i < OUT; i++) {
+        submit_step(b, n, per_seq, IN + i - 1, i == 1);
+        wait_step(b);
+    }
+    wait_step(b);
+    s = (double)(bt_now_ns() - start) / 1e9;
+    peer_ms = n * OUT / peer_tokens_per_s * 1e3;
+    report(b, name, s, ops / b->mma + bytes / b->read_rate, bytes);
+    if (!b->json) {
+        printf("%-20s %9.1f output tokens/s (vLLM, recorded: %.0f)\n", "", n * OUT / s,
+               peer_tokens_per_s);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const struct option options[] = {{"json", no_argument, NULL, 'j'},
+                                            {"only", required_argument, NULL, 'o'},
+                                            {"layers", required_argument, NULL, 'l'},
+                                            {0}};
+    struct bench b = {
+        .made = {"llama", "BF16", 32, 4096, 32, 8, 128, 14336, 128256, 131072, false, true}};
+    const struct kn_cuda_driver *driver;
+    struct bt_err err = {0};
+    int opt;
+
+    while ((opt = getopt_long(argc, argv, "", options, NULL)) != -1) {
+        switch (opt) {
+        case 'j':
+            b.json = true;
+            break;
+        case 'o':
+            b.only = optarg;
+            break;
+        case 'l':
+            b.made.layers = (int)strtol(optarg, NULL, 10);
+            break;
+        default:
+            return 2;
+        }
+    }
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    if (kn_cuda_start(&driver, &err) < 0) {
+        die("start", &err);
+    }
+    b.read_rate = rig_read_rate();
+    b.mma = matrix_rate();
+    if (!b.json) {
+        printf("reads %.3f TB/s, products %.0f TFLOP/s\n", b.read_rate / 1e12, b.mma / 1e12);
+    }
+    setup(&b);
+    run_decode(&b, 1, 2048, 4.97);
+    run_decode(&b, 8, 2048, 0);
+    run_decode(&b, 64, 2048, 9.48);
+    run_decode(&b, 256, 2048, 25.0);
+    run_decode(&b, 64, 8192, 20.8);
+    run_prefill(&b, 1024, 28.0);
+    run_prefill(&b, 8192, 215.5);
+    run_prefill(&b, 32768, 1197);
+    run_requests(&b, 64, 3312);
+    run_requests(&b, 256, 3944);
+    kn_model_destroy(b.model);
+    kn_cuda_mem.free(&b.kv);
+    bt_model_close(b.file);
+    free(b.pages);
+    return 0;
+}
