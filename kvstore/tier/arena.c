@@ -22,7 +22,8 @@ static size_t clamp(size_t v, size_t min, size_t max)
 
 int kv_arena_init(struct kv_arena *a, size_t bytes, size_t piece_hint)
 {
-    size_t chunk = clamp(bytes / 64, CHUNK_MIN, CHUNK_MAX);
+    /* Unknown sizes: large enough for most, still some chunks to share out. */
+    size_t chunk = clamp(bytes / (piece_hint ? 64 : 16), CHUNK_MIN, CHUNK_MAX);
 
     *a = (struct kv_arena){0};
     if (piece_hint > 0) {

@@ -220,6 +220,14 @@ static void sink_one(struct kv_tiers *t, struct kv_blob *b)
     }
     b->n_io++; /* stays where it is */
     n = make_room(t, bytes, names);
+    if (t->disk_used + bytes > t->conf.disk_bytes) { /* another turn, or all is pinned */
+        t->retry_ns = n == 0 ? bt_now_ns() + PAUSE_MIN_NS : t->retry_ns;
+        pthread_mutex_unlock(&t->lock);
+        remove_files(t, names, n);
+        pthread_mutex_lock(&t->lock);
+        b->n_io--;
+        return;
+    }
     t->disk_used += bytes;
     b->disk = KV_PLACE_FILLING;
     b->file_gen = ++t->generation;

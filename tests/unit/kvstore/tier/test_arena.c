@@ -107,7 +107,7 @@ static void test_classes_are_reused(void **state)
     uint64_t p[KV_ARENA_CLASSES];
     int c;
 
-    assert_int_equal(kv_arena_init(&a, 64 * MIB, 0), BT_OK);
+    assert_int_equal(kv_arena_init(&a, 2048 * MIB, 0), BT_OK);
     for (size_t i = 0; i < KV_ARENA_CLASSES; i++) {
         c = kv_arena_class_of(&a, (i + 1) * 256);
         assert_true(c >= 0 && kv_arena_take(&a, c, 1, &a, &p[i]));

@@ -256,6 +256,55 @@ static void test_space_is_bounded(void **state)
     world_free(&w);
 }
 
+/* A blob that takes the room of many, and one that finds all of it pinned. */
+static void test_large_among_small(void **state)
+{
+    struct kv_blob_shape small = {1, BLOCK, 3000}, large = {2, BLOCK, 400000};
+    struct kv_blob *b, *pinned[MAX_CHAIN];
+    uint64_t sums[2] = {0}, prefix = 0;
+    struct kv_blob_meta m;
+    struct kv_run run;
+    struct world w;
+    struct chain c;
+
+    world_make(&w, 8, 1);
+    world_with_disk(&w, 1);
+    w.conf.host_bytes = 8 << 20;
+    w.conf.disk_bytes = 150 * (4096 + 3000);
+    w.no_source = true;
+    world_start(&w);
+    for (uint32_t i = 0; i <= 150; i++) {
+        chain_make(&w, &c, i, 1, i, 1);
+        run = kv_run_of(&c.c, 0, BLOCK, 0);
+        prefix = 0;
+        kv_run_at(&run, 0, &prefix, &m);
+        m.shape = i < 150 ? small : large;
+        assert_int_equal(kv_tiers_reserve(w.tiers, &m, &b), BT_OK);
+        kv_tiers_commit(w.tiers, b, sums);
+        kv_tiers_unpin(w.tiers, &b, 1);
+        flush(&w);
+        assert_true(disk(&w).bytes <= w.conf.disk_bytes);
+    }
+    assert_true(disk(&w).evictions > 100);
+    assert_int_equal(kv_tiers_pin(w.tiers, &run, pinned), 1); /* the large one fills it nearly */
+    chain_make(&w, &c, 999, 1, 999, 1);
+    run = kv_run_of(&c.c, 0, BLOCK, 0);
+    prefix = 0;
+    kv_run_at(&run, 0, &prefix, &m);
+    m.shape = large;
+    assert_int_equal(kv_tiers_reserve(w.tiers, &m, &b), BT_OK);
+    kv_tiers_commit(w.tiers, b, sums);
+    kv_tiers_unpin(w.tiers, &b, 1);
+    kv_tiers_flush(w.tiers, bt_deadline_ns(BT_NS_PER_S / 4));
+    assert_true(disk(&w).bytes <= w.conf.disk_bytes);
+    kv_tiers_unpin(w.tiers, pinned, 1);
+    flush(&w);
+    run = kv_run_of(&c.c, 0, BLOCK, 0);
+    assert_true(disk(&w).bytes <= w.conf.disk_bytes);
+    assert_int_equal(disk(&w).evictions, 150 + 1);
+    world_free(&w);
+}
+
 /* Writing follows its rate; under pressure what was used again comes first. */
 static void test_rate_and_pressure(void **state)
 {
@@ -279,8 +328,8 @@ static void test_rate_and_pressure(void **state)
             usleep(10000);
         }
     }
-    ns = bt_now_ns() - start;
     bytes = disk(&w).written_bytes;
+    ns = bt_now_ns() - start;
     assert_true((double)bytes <=
                 (double)ns / 1e9 * (double)w.conf.disk_write_rate + 2.0 * (4096 + BLOB_BYTES));
     assert_true(kv_tiers_stats(w.tiers).host.skipped > 100); /* given up unwritten */
@@ -929,6 +978,7 @@ int main(void)
         cmocka_unit_test(test_shared_load),
         cmocka_unit_test(test_bring),
         cmocka_unit_test(test_space_is_bounded),
+        cmocka_unit_test(test_large_among_small),
         cmocka_unit_test(test_rate_and_pressure),
         cmocka_unit_test(test_TIER_05_restart_tells_again),
         cmocka_unit_test(test_one_process_a_directory),
