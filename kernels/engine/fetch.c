@@ -132,7 +132,8 @@ static struct kv_chain look_chain(struct kn_sched *sched, struct kn_seq *s)
 /* Whether waiting for the answer of a source elsewhere can pay. */
 static bool worth_asking(const struct kn_sched *sched, uint32_t source, uint64_t saves_ns)
 {
-    return saves_ns / LOOK_SHARE >= BT_MAX(sched->look_ns[source], LOOK_MIN_NS);
+    return sched->cfg.always_bring ||
+           saves_ns / LOOK_SHARE >= BT_MAX(sched->look_ns[source], LOOK_MIN_NS);
 }
 
 /* Asks the sources from `source` on, until one does not answer at once or all have. */
@@ -153,7 +154,7 @@ static void ask_from(struct kn_sched *sched, struct kn_seq *s, uint32_t source)
         }
         saves = kn_rate_ns(&sched->rate, tokens_in(sched, s, first),
                            tokens_in(sched, s, chain.n_blocks));
-        wait = BT_MIN(saves / LOOK_SHARE, LOOK_MAX_NS);
+        wait = sched->cfg.always_bring ? LOOK_MAX_NS : BT_MIN(saves / LOOK_SHARE, LOOK_MAX_NS);
         if (remote && (s->n_remote_looks >= MAX_REMOTE || !worth_asking(sched, source, saves))) {
             /* Averages of rare answers fade, so that a source that was slow once is asked again. */
             sched->look_ns[source] -= sched->look_ns[source] / 64;

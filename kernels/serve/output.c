@@ -280,6 +280,7 @@ void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call)
         m.tier_host_load_rate = t.host.bytes_per_s;
         m.tier_disk_load_rate = t.disk.bytes_per_s;
     }
+    kn_store_status(s, &m);
     m.numerics = (char *)(uintptr_t)kn_engine_numerics(s->engine);
     m.transports = s->conf->net_transports;
     m.sessions = s->n_sessions;

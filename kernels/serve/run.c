@@ -292,6 +292,7 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
         rc = kv_handoff_create(&hc, &s->handoff, err);
     }
     rc = rc < 0 ? rc : kn_tiers_open(s, err);
+    rc = rc < 0 ? rc : kn_store_open(s, err);
     if (rc == BT_OK) {
         rc = kn_engine_start(s->engine, s->handoff, err);
     }
@@ -341,8 +342,11 @@ static void make_name(struct kn_serve *s)
 
 static int join(struct kn_serve *s, struct bt_err *err)
 {
-    struct bt_registry_cfg rc = {
-        .conf = &s->conf->cluster, .self = &s->self, .fenced = tell_fenced, .arg = s};
+    struct bt_registry_cfg rc = {.conf = &s->conf->cluster,
+                                 .self = &s->self,
+                                 .changed = kn_store_members,
+                                 .fenced = tell_fenced,
+                                 .arg = s};
 
     s->self.incarnation = s->incarnation;
     s->self.role = bt_role_parse(bt_str_of(s->role->name));
@@ -368,6 +372,9 @@ static int check_conf(struct kn_serve *s, struct bt_err *err)
     }
     if (rc == BT_OK && s->role->handoffs) {
         rc = bt_node_check_listen(&c->common, "net.listen", c->net_listen, err);
+    }
+    if (rc == BT_OK && c->store) {
+        rc = bt_node_check_listen(&c->common, "store.listen", c->store_listen, err);
     }
     if (rc == BT_OK && !bt_member_name_ok(bt_str_of(s->name))) {
         rc = BT_FAIL(err, BT_E_CONFIG, "name = %s: letters, digits, '-', '_', '.' only", s->name);
@@ -436,7 +443,9 @@ static bool stop(struct kn_serve *s)
     if (s->handoff) {
         kv_handoff_destroy(s->handoff);
     }
+    kn_store_stop(s);
     kn_tiers_close(s);
+    kn_store_close(s);
     kn_engine_destroy(s->engine);
     kv_keeper_close(s->keeper);
     bt_mailbox_close(&s->steps);

@@ -20,7 +20,9 @@
 struct kn_serve_conf {
     struct bt_node_conf common;
     char *name, *listen, *advertise, *model;
-    char *net_listen, *net_transports, *net_method;
+    char *net_listen, *net_transports, *net_method, *store_listen;
+    bool store;
+    int64_t store_replicas;
     int64_t threads, page_tokens, max_batch_tokens, max_running, max_waiting, max_ctx;
     int64_t block_tokens;
     int isa, kv_dtype, bring; /* kn_serve_isas, kn_serve_kv_dtypes, kn_serve_brings */
@@ -55,6 +57,13 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
                     "UCX transports for KV transfers: auto, or names such as tcp."),               \
         BT_CONF_STR(S, f.net_method, "net.method", "auto", 16,                                     \
                     "Who moves the bytes: auto, pull, message or put."),                           \
+        BT_CONF_BOOL(S, f.store, "store.enabled", "off",                                           \
+                     "Share blocks of KV with other nodes and the KV store; needs Redis, prefix "  \
+                     "reuse and tiers."),                                                          \
+        BT_CONF_ADDR_REQUIRED(S, f.store_listen, "store.listen", "127.0.0.1:0",                    \
+                              "Address of the block server; port 0 picks a free one."),            \
+        BT_CONF_INT(S, f.store_replicas, "store.replicas", "1", 0, 8,                              \
+                    "Daemons that each computed block is put to; 0 for none."),                    \
         BT_CONF_INT(S, f.threads, "engine.threads", "0", 0, 256,                                   \
                     "Threads that compute; 0 = as many as this process may use."),                 \
         BT_CONF_ENUM(S, f.isa, "engine.isa", "auto", kn_serve_isas,                                \

@@ -7,6 +7,8 @@
 #include "common/rpc/reflection.h"
 #include "common/rpc/server.h"
 #include "kernels/serve/serve.h"
+#include "kvstore/store/client.h"
+#include "kvstore/store/server.h"
 #include "proto/node.pb-c.h"
 
 #define KN_WIRE_VERSION 1
@@ -33,7 +35,10 @@ struct kn_serve {
     uint8_t model_digest[32], kv_format[32];
     struct kv_keeper *keeper; /* NULL = none */
     struct kn_engine *engine;
-    struct kv_tiers *tiers;     /* NULL = none configured */
+    struct kv_tiers *tiers;   /* NULL = none configured */
+    struct kv_server *blocks; /* NULL = not part of the KV store; so are the next two */
+    struct kv_client *store;
+    struct bt_blockmap *blockmap;
     struct kv_handoff *handoff; /* NULL for a role without handoffs */
 
     struct bt_loop *loop;
@@ -136,6 +141,16 @@ void kn_cache_fill_load(struct kn_serve *s, struct kn_cache_load *buf, Baton__V1
 int kn_tiers_open(struct kn_serve *s, struct bt_err *err) BT_MUST_USE;
 /* After the engine has stopped. */
 void kn_tiers_close(struct kn_serve *s);
+
+/* store.c: the node's part in the KV store; between kn_tiers_open and the engine's start. */
+int kn_store_open(struct kn_serve *s, struct bt_err *err) BT_MUST_USE;
+void kn_store_events(struct kn_serve *s, const struct kv_tiers_event *ev, size_t n);
+/* bt_registry_cfg.changed; arg is the struct kn_serve. */
+void kn_store_members(void *arg, struct bt_members *take_members);
+/* When the engine has stopped and no registry calls any more; then kn_tiers_close, and close. */
+void kn_store_stop(struct kn_serve *s);
+void kn_store_close(struct kn_serve *s);
+void kn_store_status(struct kn_serve *s, Baton__V1__NodeStatus *m);
 
 /* start.c: checks a StartRequest and submits it. Errors are for the router. */
 int kn_start_stream(struct kn_session *ses,

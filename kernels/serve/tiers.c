@@ -59,6 +59,7 @@ static void on_events(void *arg, const struct kv_tiers_event *ev, size_t n)
     size_t k = 0;
     bool lost = !note;
 
+    kn_store_events(s, ev, n);
     for (size_t i = 0; i < n && note; i++) {
         lost |= ev[i].kind == KV_TIERS_LOST;
         if (ev[i].kind != KV_TIERS_LOST) {

@@ -1,4 +1,5 @@
-/* baton-kvstore: a daemon of the KV store. Passes prompts from prefill to decode nodes (relay.h).
+/* baton-kvstore: a daemon of the KV store. Passes prompts from prefill to decode nodes (relay.h),
+ * keeps blocks in its tiers (tier/tiers.h) and serves them (server.h).
  *
  * Threads: main runs the control loop (status, health, drain); the transfer listener has its own;
  * "redis" brings the membership, which the relay asks before it calls anybody. SIGTERM: new prompts
@@ -12,7 +13,9 @@
 #include "common/rpc/reflection.h"
 #include "common/rpc/server.h"
 #include "common/thr/time.h"
+#include "kvstore/store/announce.h"
 #include "kvstore/store/relay.h"
+#include "kvstore/store/server.h"
 #include "proto/descriptor.h"
 #include "proto/node.pb-c.h"
 
@@ -22,11 +25,13 @@
 
 #define DRAIN_LOOK_NS (20 * BT_NS_PER_MS)
 #define SHUTDOWN_NS   (1 * BT_NS_PER_S)
+#define FLUSH_NS      (10 * BT_NS_PER_S)
 
 struct store_conf {
     struct bt_node_conf common;
     struct bt_cluster_conf cluster;
-    char *name, *listen, *advertise, *net_listen, *net_transports, *net_method;
+    struct kv_tiers_conf tiers;
+    char *name, *listen, *advertise, *net_listen, *net_transports, *net_method, *store_listen;
     uint64_t relay_bytes, wait_ns, lease_ns, silence_ns, drain_timeout_ns;
     int64_t relay_layouts, max_open;
 };
@@ -34,6 +39,7 @@ struct store_conf {
 static const struct bt_conf_opt opts[] = {
     BT_NODE_CONF_ROWS(struct store_conf, common),
     BT_CLUSTER_CONF_ROWS(struct store_conf, cluster),
+    KV_TIERS_CONF_ROWS(struct store_conf, tiers),
     BT_CONF_STR(
         struct store_conf,
         name,
@@ -56,6 +62,11 @@ static const struct bt_conf_opt opts[] = {
                           "net.listen",
                           "127.0.0.1:0",
                           "Address of the KV transfer listener; port 0 picks a free one."),
+    BT_CONF_ADDR_REQUIRED(struct store_conf,
+                          store_listen,
+                          "store.listen",
+                          "127.0.0.1:0",
+                          "Address of the block server; port 0 picks a free one."),
     BT_CONF_STR(struct store_conf,
                 net_transports,
                 "net.transports",
@@ -132,6 +143,9 @@ struct store {
     struct bt_registry *registry;
     struct bt_member self; /* as announced */
     struct kv_relay *relay;
+    struct kv_tiers *tiers; /* NULL = keeps no blocks; so are the next two */
+    struct kv_server *blocks;
+    struct bt_blockmap *blockmap;
     struct bt_msg stop_msg, fenced_msg;
     struct bt_timer drain_look;
     uint64_t drain_until_ns;
@@ -153,6 +167,9 @@ static void on_members(void *arg, struct bt_members *take_members)
     s->members = take_members;
     pthread_mutex_unlock(&s->lock);
     bt_members_unref(old);
+    if (s->blockmap) {
+        bt_blockmap_set_members(s->blockmap, take_members);
+    }
     kv_relay_members_changed(s->relay);
 }
 
@@ -195,6 +212,17 @@ static void on_status(struct bt_rpc_call *call, const ProtobufCMessage *msg)
     m.relay_failed = st.failed;
     m.relay_refused = st.refused;
     m.transports = s->conf->net_transports;
+    if (s->tiers) {
+        struct kv_server_stats sv = kv_server_stats(s->blocks);
+        struct kv_tiers_stats t = kv_tiers_stats(s->tiers);
+
+        m.store_blocks = t.host.n_blocks > t.disk.n_blocks ? t.host.n_blocks : t.disk.n_blocks;
+        m.store_kept = st.kept;
+        m.store_gets = sv.gets;
+        m.store_puts = sv.puts;
+        m.store_misses = sv.misses;
+        m.blocks_announced = bt_blockmap_stats(s->blockmap).n_held;
+    }
     bt_rpc_call_reply(call, &m.base);
 }
 
@@ -306,6 +334,58 @@ static int open_server(struct store *s, struct bt_rpc_service *service, struct b
     return BT_OK;
 }
 
+/* [tier-event] */
+static void on_events(void *arg, const struct kv_tiers_event *ev, size_t n)
+{
+    struct store *s = arg;
+
+    if (__atomic_load_n(&s->blockmap, __ATOMIC_ACQUIRE)) {
+        kv_announce_events(s->blockmap, s->tiers, ev, n);
+    } /* else it lists everything when it starts */
+}
+
+static int open_tiers(struct store *s, struct bt_err *err)
+{
+    const struct store_conf *c = s->conf;
+    struct kv_tiers_cfg tc = {.conf = &c->tiers, .events = on_events, .arg = s};
+    struct bt_blockmap_cfg bc = {.conf = &c->cluster,
+                                 .name = s->name,
+                                 .incarnation = s->self.incarnation,
+                                 .held = kv_announce_held};
+    struct kv_server_cfg sc = {
+        .net = {.listen = c->store_listen,
+                .transports = c->net_transports,
+                .devices = "",
+                .method = c->net_method,
+                .allow_insecure = c->common.allow_insecure},
+        .node_name = s->name,
+        .incarnation = s->self.incarnation,
+        .takes_puts = true,
+        .silence_ns = c->silence_ns,
+    };
+    struct bt_blockmap *bm;
+    int rc;
+
+    if (c->tiers.host_bytes == 0) {
+        return BT_OK;
+    }
+    rc = kv_tiers_create(&tc, &s->tiers, err);
+    if (rc < 0) {
+        return rc;
+    }
+    bc.arg = sc.tiers = s->tiers;
+    rc = kv_server_create(&sc, &s->blocks, err);
+    if (rc == BT_OK) {
+        rc = bt_blockmap_create(&bc, &bm, err);
+    }
+    if (rc == BT_OK) {
+        __atomic_store_n(&s->blockmap, bm, __ATOMIC_RELEASE);
+        snprintf(s->self.store_addr, sizeof(s->self.store_addr), "%s",
+                 kv_server_address(s->blocks));
+    }
+    return rc;
+}
+
 static int open_relay(struct store *s, struct bt_err *err)
 {
     const struct store_conf *c = s->conf;
@@ -324,6 +404,7 @@ static int open_relay(struct store *s, struct bt_err *err)
         .max_formats = (uint32_t)c->relay_layouts,
         .max_open = (uint32_t)c->max_open,
         .max_inflight_bytes = 32u << 20,
+        .tiers = s->tiers,
         .is_member = is_member,
         .arg = s,
     };
@@ -342,6 +423,9 @@ static int check_conf(struct store *s, struct bt_err *err)
 
     if (rc == BT_OK) {
         rc = bt_node_check_listen(&c->common, "net.listen", c->net_listen, err);
+    }
+    if (rc == BT_OK) {
+        rc = bt_node_check_listen(&c->common, "store.listen", c->store_listen, err);
     }
     if (rc == BT_OK && !bt_member_name_ok(bt_str_of(s->name))) {
         rc = BT_FAIL(err, BT_E_CONFIG, "name = %s: letters, digits, '-', '_', '.' only", s->name);
@@ -364,7 +448,8 @@ static int start(struct store *s, struct bt_rpc_service *service, struct bt_err 
     if ((code = open_server(s, service, err)) < 0) {
         return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_BIND, code, err);
     }
-    if ((code = open_relay(s, err)) < 0 || (code = bt_rpc_server_start(s->server, err)) < 0 ||
+    if ((code = open_tiers(s, err)) < 0 || (code = open_relay(s, err)) < 0 ||
+        (code = bt_rpc_server_start(s->server, err)) < 0 ||
         (code = bt_registry_create(&rc, &s->registry, err)) < 0) {
         return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_OTHER, code, err);
     }
@@ -373,12 +458,13 @@ static int start(struct store *s, struct bt_rpc_service *service, struct bt_err 
 
 static int serve(struct store *s, struct bt_err *err)
 {
-    struct bt_node_addr addrs[] = {{"listen", s->self.grpc_addr}, {"net", s->self.net_addr}};
+    struct bt_node_addr addrs[] = {
+        {"listen", s->self.grpc_addr}, {"net", s->self.net_addr}, {"store", s->self.store_addr}};
     int rc;
 
     bt_health_set(s->health, "baton.v1.Node", BT_HEALTH_SERVING);
     bt_health_set_all(s->health, BT_HEALTH_SERVING);
-    rc = bt_node_ready(s->node, addrs, BT_ARRAY_LEN(addrs), err);
+    rc = bt_node_ready(s->node, addrs, s->blocks ? 3 : 2, err);
     if (rc < 0) {
         return bt_node_fail(BT_EXIT_OTHER, rc, err);
     }
@@ -395,6 +481,12 @@ static void stop(struct store *s)
     bt_reflection_destroy(s->reflection);
     bt_health_destroy(s->health);
     kv_relay_destroy(s->relay);
+    kv_server_destroy(s->blocks);
+    if (s->tiers && s->conf->tiers.disk_path[0]) {
+        kv_tiers_flush(s->tiers, bt_deadline_ns(FLUSH_NS));
+    }
+    kv_tiers_destroy(s->tiers); /* no event comes after it */
+    bt_blockmap_destroy(s->blockmap);
     bt_loop_destroy(s->loop);
     bt_members_unref(s->members);
     pthread_mutex_destroy(&s->lock);
@@ -434,7 +526,7 @@ int main(int argc, char **argv)
     struct store_conf conf = {0};
     struct bt_node_args args = {
         .spec = {.program = "baton-kvstore",
-                 .summary = "KV store: passes KV caches from prefill to decode nodes.",
+                 .summary = "KV store: passes KV caches from node to node, and keeps them.",
                  .opts = opts,
                  .n_opts = BT_ARRAY_LEN(opts),
                  .out = &conf},

@@ -2,6 +2,7 @@
  * pool), then MOVING,
  * with a kv_recv from P and a kv_send to D; over when both are done. */
 #include "kvstore/store/relay.h"
+#include "kvstore/store/keep.h"
 
 #include "common/base/buf.h"
 #include "common/ds/list.h"
@@ -40,11 +41,16 @@ struct passing {
     struct kv_send *send;     /* NULL = over */
     bool whole;               /* all of it has come */
     int rc;                   /* first reason for failing */
+    /* For keeping, once both are over; ids NULL = nothing is kept. */
+    struct kv_keep_job job;
+    struct bt_msg kept_msg;
+    int32_t *ids;
 };
 
 struct kv_relay {
     struct kv_relay_cfg cfg;
     struct kv_handoff *handoff;
+    struct kv_keep *keep; /* NULL = nothing is kept */
     struct bt_net *net;
     struct bt_list grounds, moving;
     struct bt_list unknown;    /* their origin is no member, yet; oldest first */
@@ -86,24 +92,58 @@ static void count_open(struct kv_relay *r, int waiting, int open)
 
 static void passing_free(struct passing *p)
 {
+    free(p->ids);
     free(p->pages);
     free(p);
 }
 
-static void check_over(struct passing *p)
+static void over(struct passing *p)
 {
     struct kv_relay *r = p->relay;
     struct ground *g = p->ground;
 
-    if (p->recv || p->send) {
-        return;
-    }
-    count(r, p->rc == BT_OK ? &r->relayed : &r->failed);
     kv_pool_give(g->pool, p->pages, p->n_pages, KV_OWNER_TRANSFER);
     bt_list_remove(&p->link);
     passing_free(p);
     count_open(r, 0, -1);
     serve(g);
+}
+
+static void on_kept(struct bt_msg *msg, void *consumer)
+{
+    over(BT_CONTAINER_OF(msg, struct passing, kept_msg));
+}
+
+/* [relay-keep] */
+static void kept(struct kv_keep_job *job)
+{
+    struct passing *p = BT_CONTAINER_OF(job, struct passing, job);
+
+    bt_net_post(p->relay->net, &p->kept_msg);
+}
+
+static void check_over(struct passing *p)
+{
+    struct kv_relay *r = p->relay;
+
+    if (p->recv || p->send) {
+        return;
+    }
+    count(r, p->rc == BT_OK ? &r->relayed : &r->failed);
+    if (!p->whole || !p->ids || !r->keep) {
+        over(p);
+        return;
+    }
+    /* Also when D has left: the bytes are P's and right. */
+    p->job.pool = p->ground->pool;
+    p->job.pages = p->pages;
+    p->job.first = p->n_have;
+    p->job.n_tokens = p->n_tokens;
+    p->job.ids = p->ids;
+    p->job.done = kept;
+    bt_list_init(&p->kept_msg.link);
+    p->kept_msg.handle = on_kept;
+    kv_keep_push(r->keep, &p->job);
 }
 
 static void on_recv_done(void *arg, int rc, const char *msg, const struct kv_first *tokens)
@@ -403,8 +443,16 @@ passing_new(struct kv_relay *r, struct ground *g, const struct kv_relay_ask *a)
     snprintf(p->origin_address, sizeof(p->origin_address), "%s", a->origin.address);
     p->n_pages = kv_layout_pages_for(l, a->n_tokens) - a->n_have / (uint32_t)l->page_tokens;
     p->pages = bt_calloc(p->n_pages + 1, sizeof(*p->pages));
-    if (!p->pages) {
-        free(p);
+    if (r->keep && a->ids) {
+        p->job.block_tokens = a->block_tokens;
+        p->job.root = a->root;
+        p->ids = bt_calloc(a->n_tokens, sizeof(*p->ids));
+        if (p->ids) {
+            memcpy(p->ids, a->ids, a->n_tokens * sizeof(*p->ids));
+        }
+    }
+    if (!p->pages || (r->keep && a->ids && !p->ids)) {
+        passing_free(p);
         return NULL;
     }
     return p;
@@ -566,9 +614,15 @@ int kv_relay_create(const struct kv_relay_cfg *cfg, struct kv_relay **ret, struc
     pthread_mutex_init(&r->lock, NULL);
     pthread_cond_init(&r->idle, NULL);
     r->cfg.node_name = strdup(cfg->node_name);
-    rc = r->cfg.node_name ? kv_handoff_create(&hc, &r->handoff, err)
-                          : BT_FAIL(err, BT_E_NOMEM, "relay: out of memory");
+    rc = r->cfg.node_name ? BT_OK : BT_FAIL(err, BT_E_NOMEM, "relay: out of memory");
+    if (rc == BT_OK && cfg->tiers) {
+        rc = kv_keep_create(cfg->tiers, &r->keep, err);
+    }
+    if (rc == BT_OK) {
+        rc = kv_handoff_create(&hc, &r->handoff, err);
+    }
     if (rc != BT_OK) {
+        kv_keep_destroy(r->keep);
         free((char *)(uintptr_t)r->cfg.node_name);
         pthread_mutex_destroy(&r->lock);
         pthread_cond_destroy(&r->idle);
@@ -629,6 +683,7 @@ void kv_relay_destroy(struct kv_relay *r)
         pthread_cond_wait(&r->idle, &r->lock);
     }
     pthread_mutex_unlock(&r->lock);
+    kv_keep_destroy(r->keep);
     kv_handoff_destroy(r->handoff);
     pthread_mutex_destroy(&r->lock);
     pthread_cond_destroy(&r->idle);
@@ -659,5 +714,6 @@ struct kv_relay_stats kv_relay_stats(struct kv_relay *r)
     }
     pthread_mutex_unlock(&r->lock);
     s.bytes_in = s.handoff.bytes;
+    s.kept = r->keep ? kv_keep_blocks(r->keep) : 0;
     return s;
 }

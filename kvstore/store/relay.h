@@ -20,6 +20,7 @@
 #define KV_STORE_RELAY_H
 
 #include "kvstore/handoff/handoff.h"
+#include "kvstore/tier/tiers.h"
 
 struct kv_relay; /* whoever created it owns it */
 
@@ -33,6 +34,7 @@ struct kv_relay_cfg {
     uint32_t max_formats;          /* layouts at once */
     uint32_t max_open;             /* prompts at once, waiting ones included */
     size_t max_inflight_bytes;
+    struct kv_tiers *tiers; /* keeps the full blocks of what passes; borrowed; NULL = nothing */
     /* [net] True if this is a member whose prompts may be asked for. */
     bool (*is_member)(void *arg, const struct kv_origin *origin);
     void *arg;
@@ -45,6 +47,7 @@ struct kv_relay_stats {
     uint64_t failed;    /* begun, not ended well */
     uint64_t refused;   /* no room in time, too large, from a stranger */
     uint64_t bytes_in;
+    uint64_t kept;                    /* blocks */
     uint32_t pages_total, pages_free; /* of all pools */
     struct kv_handoff_stats handoff;
 };

@@ -124,6 +124,113 @@ def test_daemon_without_memory(cluster):
     assert c.status("store-0").relay_refused == 1
 
 
+SHARING = ["--store.enabled=on", "--engine.bring=always", "--tier.host_bytes=64M"]
+
+
+def cached(a):
+    return a.usage.cached_tokens
+
+
+def test_put_by_one_node_is_a_hit_on_another(cluster):
+    """Blocks that one node computed lie in a daemon, and on the node itself: the other one loads them."""
+    c = cluster(prefill=0, decode=2, role="both", kvstore=2, node_args=SHARING)
+    want = ask(c, 1000, AUTO).tokens
+    first = next(n for n in ("decode-0", "decode-1") if c.status(n).tokens_computed)
+    other = "decode-1" if first == "decode-0" else "decode-0"
+    eventually(lambda: c.status(first).store_offered >= 7, 20, "blocks put")
+    eventually(lambda: sum(c.status(f"store-{i}").blocks_announced for i in range(2)) >= 7, 10, "blocks announced")
+    c.procs[first].stop()
+    eventually(lambda: first not in c.ready_nodes(), 10, "router knows")
+    a = ask(c, 1000, AUTO)
+    assert a.tokens == want
+    s = c.status(other)
+    assert cached(a) == 7 * 128 and s.store_loaded == 7 and s.tokens_cached_store == 7 * 128
+    assert sum(c.status(f"store-{i}").store_gets for i in range(2)) == 7
+
+
+def test_node_serves_its_own_tiers(cluster):
+    """Without a daemon: what one node holds is a hit on another."""
+    c = cluster(prefill=0, decode=2, role="both", node_args=SHARING)
+    want = ask(c, 1000, AUTO).tokens
+    first = next(n for n in ("decode-0", "decode-1") if c.status(n).tokens_computed)
+    other = "decode-1" if first == "decode-0" else "decode-0"
+    eventually(lambda: c.status(first).blocks_announced >= 7, 10, "blocks announced")
+    eventually(lambda: ask(c, 1000, AUTO).tokens == want and c.status(other).store_loaded == 7, 20, "a load")
+    assert c.status(first).store_gets == 7
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_daemon_lost(cluster, replicas):
+    """A store node lost with replicas left is a hit from another; without, a miss and computed."""
+    c = cluster(prefill=0, decode=2, role="both", kvstore=2,
+                node_args=[*SHARING, f"--store.replicas={replicas}"])
+    want = ask(c, 1000, AUTO).tokens
+    first = next(n for n in ("decode-0", "decode-1") if c.status(n).tokens_computed)
+    other = "decode-1" if first == "decode-0" else "decode-0"
+    eventually(lambda: c.status(first).store_offered >= 7 * replicas, 20, "blocks put")
+    eventually(lambda: sum(c.status(f"store-{i}").blocks_announced for i in range(2)) >= 7 * replicas, 10, "announced")
+    c.procs["store-0"].kill()
+    c.procs[first].kill()
+    c.allow("from=ready to=lost", "event=store_")
+    eventually(lambda: first not in c.ready_nodes(), 10, "router knows")
+    a = ask(c, 1000, AUTO)
+    assert a.tokens == want
+    assert cached(a) == 7 * 128 if replicas == 2 else cached(a) < 7 * 128
+
+
+def test_TIER_05_daemon_restarts_with_its_disk(cluster, tmp_path):
+    c = cluster(prefill=0, decode=2, role="both", kvstore=1, node_args=SHARING,
+                kvstore_args=[f"--tier.disk_path={tmp_path}"])
+    want = ask(c, 1000, AUTO).tokens
+    first = next(n for n in ("decode-0", "decode-1") if c.status(n).tokens_computed)
+    eventually(lambda: c.status("store-0").blocks_announced >= 7, 20, "blocks announced")
+    before = c.status("store-0").incarnation
+    c.procs["store-0"].stop()  # what is in memory alone goes to disk
+    c.restart("store-0")
+    assert c.status("store-0").incarnation > before
+    eventually(lambda: c.status("store-0").blocks_announced >= 7, 20, "announced again")
+    c.procs[first].kill()
+    c.allow("from=ready to=lost", "event=store_")
+    eventually(lambda: first not in c.ready_nodes(), 10, "router knows")
+    a = ask(c, 1000, AUTO)
+    assert a.tokens == want and cached(a) == 7 * 128
+
+
+def test_what_passes_is_kept(cluster):
+    """The store path leaves the prompt's blocks in the daemon: hits for a node that never saw them."""
+    c = cluster(prefill=1, decode=1, kvstore=1, decode_args=SHARING, prefill_args=["--engine.prefix_cache=on"])
+    want = ask(c, 1000).tokens
+    eventually(lambda: c.status("store-0").blocks_announced >= 7, 10, "blocks announced")
+    assert c.status("store-0").store_kept == 7
+    d = c.add_node("decode", "decode-9", [*SHARING, "--role=decode"])
+    d.wait_ready()
+    eventually(lambda: "decode-9" in c.ready_nodes(), 10, "router knows")
+    c.procs["decode-0"].stop()
+    eventually(lambda: "decode-0" not in c.ready_nodes(), 10, "router knows")
+    a = ask(c, 1000, LOCAL)
+    assert a.tokens == want and cached(a) == 7 * 128
+    assert c.status("decode-9").store_loaded == 7
+
+
+def test_redis_emptied(cluster):
+    c = cluster(prefill=0, decode=2, role="both", kvstore=1, node_args=SHARING)
+    want = ask(c, 1000, AUTO).tokens
+    first = next(n for n in ("decode-0", "decode-1") if c.status(n).tokens_computed)
+    eventually(lambda: c.status("store-0").blocks_announced >= 7, 20, "blocks announced")
+    c.allow("event=redis_", "event=index_")
+    c.redis.kill()
+    c.redis.start()
+    c.procs[first].stop()
+    eventually(lambda: first not in c.ready_nodes(), 20, "router knows")
+    got = []
+
+    def hit():
+        got.append(ask(c, 1000, AUTO))
+        return cached(got[-1]) == 7 * 128
+    eventually(hit, 20, "a hit")
+    assert all(a.tokens == want for a in got)
+
+
 def test_RTR_04_cancel_frees_the_daemon(cluster):
     c = cluster("slow", kvstore=1, node_args=["--engine.max_batch_tokens=64"])
     call = c.client.stream(request(ids=ids(1500), max_tokens=50, ignore_eos=True, path=STORE), timeout=60)

@@ -13,8 +13,9 @@ static uint64_t next_id = 1;
 struct trio {
     struct node p, d;
     struct kv_relay *s;
-    int hidden; /* atomic: p is no member */
-    bool met;   /* this test makes d call p */
+    int hidden;           /* atomic: p is no member */
+    uint64_t incarnation; /* atomic: of p as a member */
+    bool met;             /* this test makes d call p */
 };
 
 static bool is_member(void *arg, const struct kv_origin *o)
@@ -22,7 +23,7 @@ static bool is_member(void *arg, const struct kv_origin *o)
     const struct trio *t = arg;
 
     return !LOAD(t->hidden) && strcmp(o->name, t->p.name) == 0 &&
-           o->incarnation == t->p.incarnation &&
+           o->incarnation == LOAD(t->incarnation) &&
            strcmp(o->address, kv_handoff_address(t->p.h)) == 0;
 }
 
@@ -53,6 +54,7 @@ static void open_trio(struct trio *t, struct trio_opts o)
     o.p.name = "p0";
     o.d.name = "d0";
     *t = (struct trio){0};
+    t->incarnation = 1; /* what node_open gives */
     if (node_open(&t->p, &o.p, &err) != BT_OK || node_open(&t->d, &o.d, &err) != BT_OK ||
         kv_relay_create(&rc, &t->s, &err) != BT_OK) {
         fail_msg("%s", err.msg);
@@ -318,11 +320,13 @@ static void test_p_is_not_there(void **state)
 
     open_trio(&t, (struct trio_opts){0});
     assert_true(prompt_pages(&b, &t.d, next_id++, 100, KV_OWNER_TRANSFER));
-    t.p.incarnation++; /* a member by the list, but another life answers */
+    INC(t.incarnation); /* a member by the list, but another life answers */
+    t.p.incarnation++;
     assert_int_equal(recv_via(&b, &t), BT_OK);
     assert_true(EVENTUALLY(LOAD(b.done)));
     assert_int_equal(b.rc, BT_E_PEER_STALE);
     t.p.incarnation--;
+    __atomic_store_n(&t.incarnation, t.p.incarnation, __ATOMIC_RELEASE);
     prompt_free(&b, KV_OWNER_TRANSFER);
     pass(&t, 100, 0, 100, true);
     close_trio(&t);
