@@ -79,7 +79,8 @@ struct kv_load {
     atomic_uint layers_ready, n_good;
     /* Any thread, exactly once, last: nothing writes the pages any more. */
     void (*done)(struct kv_load *l);
-    /* Any thread: layers_ready or n_good has changed. NULL = not wanted. */
+    /* Any thread, maybe several at once, never after done: layers_ready or n_good has changed. NULL
+     * = not wanted. */
     void (*progress)(struct kv_load *l);
     void *arg;
     void *priv;
