@@ -374,9 +374,13 @@ static void begin_pass(struct bt_blockmap *bm, bool sync)
 static void list_part(struct bt_blockmap *bm)
 {
     uint64_t cursor = bm->pass_cursor;
-    size_t n = bm->cfg.held(bm->cfg.arg, &cursor, bm->flight, BLOCK_FLIGHT);
+    size_t n = 0, got;
 
-    BT_BUG_ON(n > BLOCK_FLIGHT);
+    do {
+        got = bm->cfg.held(bm->cfg.arg, &cursor, &bm->flight[n], BLOCK_FLIGHT - n);
+        BT_BUG_ON(got > BLOCK_FLIGHT - n);
+        n += got;
+    } while (cursor != 0 && got > 0 && n < BLOCK_FLIGHT);
     bm->pass_cursor = cursor;
     bm->pass_count += n;
     bm->n_flight = n;

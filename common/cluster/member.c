@@ -277,9 +277,19 @@ void bt_members_unref(struct bt_members *ms)
 
 const struct bt_member *bt_members_find(const struct bt_members *ms, struct bt_str name)
 {
-    for (size_t i = 0; i < ms->n; i++) {
-        if (name.n > 0 && bt_str_eq(name, bt_str_of(ms->m[i].name))) {
-            return &ms->m[i];
+    size_t lo = 0, hi = name.n > 0 ? ms->n : 0;
+
+    while (lo < hi) { /* sorted by name, as strcmp has it */
+        size_t mid = lo + (hi - lo) / 2, n = strlen(ms->m[mid].name);
+        int c = memcmp(ms->m[mid].name, name.p, BT_MIN(n, name.n));
+
+        if (c == 0 && n == name.n) {
+            return &ms->m[mid];
+        }
+        if (c < 0 || (c == 0 && n < name.n)) {
+            lo = mid + 1;
+        } else {
+            hi = mid;
         }
     }
     return NULL;

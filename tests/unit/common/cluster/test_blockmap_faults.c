@@ -279,7 +279,8 @@ static void test_reading_goes_on_when_full(void **state)
     "+getrange +del +type +ttl +pttl +expire +zadd +zrem +zremrangebyscore +zrevrange +hset "      \
     "+hdel +hget +hgetall"
 #define READER_RIGHTS                                                                              \
-    "resetkeys ~baton:{test}:* resetchannels -@all +ping +time +getrange +zrevrange +eval +hget "  \
+    "resetkeys ~baton:{test}:* resetchannels -@all +ping +time +getrange +setrange +zrevrange "    \
+    "+eval +hget "                                                                                 \
     "+hdel +hgetall"
 
 static void test_acl_user(void **state)

@@ -172,6 +172,38 @@ static void test_snapshot(void **state)
     bt_members_unref(NULL);
 }
 
+static void test_find(void **state)
+{
+    enum { N = 700 };
+    static struct bt_member reg[N], seeds[2];
+    struct bt_members *ms;
+
+    for (int i = 0; i < N; i++) { /* every other number, some names the beginning of others */
+        reg[i].incarnation = (uint64_t)i + 1;
+        snprintf(reg[i].name, sizeof(reg[i].name), "n%d", (i * 37 % N) * 2);
+        snprintf(reg[i].grpc_addr, sizeof(reg[i].grpc_addr), "h:%d", i + 1);
+    }
+    snprintf(seeds[0].grpc_addr, sizeof(seeds[0].grpc_addr), "s:1"); /* no names: never found */
+    snprintf(seeds[1].grpc_addr, sizeof(seeds[1].grpc_addr), "s:2");
+    ms = bt_members_make(reg, N, seeds, 2);
+    assert_non_null(ms);
+    assert_int_equal(ms->n, N + 2);
+    for (int i = 0; i < N; i++) {
+        const struct bt_member *m = bt_members_find(ms, bt_str_of(reg[i].name));
+        char absent[16];
+
+        assert_non_null(m);
+        assert_string_equal(m->name, reg[i].name);
+        assert_int_equal(m->incarnation, i + 1);
+        snprintf(absent, sizeof(absent), "n%d", i * 2 + 1);
+        assert_null(bt_members_find(ms, bt_str_of(absent)));
+    }
+    assert_null(bt_members_find(ms, BT_STR("n")));
+    assert_null(bt_members_find(ms, BT_STR("n0\0")));
+    assert_null(bt_members_find(ms, BT_STR("zzz")));
+    bt_members_unref(ms);
+}
+
 static void test_incarnation(void **state)
 {
     struct timespec two_ms = {0, 2000000};
@@ -185,9 +217,9 @@ static void test_incarnation(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_round_trip),  cmocka_unit_test(test_refused),
-        cmocka_unit_test(test_seed),        cmocka_unit_test(test_snapshot),
-        cmocka_unit_test(test_incarnation),
+        cmocka_unit_test(test_round_trip), cmocka_unit_test(test_refused),
+        cmocka_unit_test(test_seed),       cmocka_unit_test(test_snapshot),
+        cmocka_unit_test(test_find),       cmocka_unit_test(test_incarnation),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
