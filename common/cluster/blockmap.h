@@ -14,8 +14,8 @@
  * Rules
  * - A field counts only while its node is a member under the very incarnation that wrote it and
  *   `until` has not come: a dead node's entries are gone with its lease, without touching them.
- * What a look-up finds outdated (a newer incarnation is a member, or its time is over) is removed
- * in the background.
+ * - What a look-up finds outdated (a newer incarnation is a member and the fence agrees, or its
+ *   time is over) is removed in the background.
  * - Only the incarnation that stands in the registry's fence key (registry.h) writes under its
  *   name: announcing needs a bt_registry of the same name and incarnation beside it. Whoever is
  *   overtaken writes nothing from then on.

@@ -214,9 +214,10 @@ static int add_holder(struct block_lookup *l, const struct bt_holder *h)
 static void scrub(struct bt_blockmap *bm,
                   const struct block_lookup *l,
                   const redisReply *name,
-                  const redisReply *value)
+                  const redisReply *value,
+                  bool overtaken)
 {
-    struct block_scrub s = {0};
+    struct block_scrub s = {.overtaken = overtaken};
 
     if (l->counts || name->len > BT_MEMBER_NAME_MAX) {
         return;
@@ -245,7 +246,7 @@ static int take_field(struct bt_blockmap *bm,
         m = bt_members_find(l->members, (struct bt_str){name->str, name->len});
     }
     if (v.until_s <= l->now_s || (m && m->incarnation > v.incarnation)) {
-        scrub(bm, l, name, value);
+        scrub(bm, l, name, value, v.until_s > l->now_s);
         return BT_OK;
     }
     if (!m || m->incarnation != v.incarnation || v.tier > BT_TIER_DISK) {

@@ -26,6 +26,7 @@ struct block_scrub {
     struct bt_block_key key;
     char name[BT_MEMBER_NAME_MAX + 1];
     char expect[BLOCK_VALUE_MAX];
+    bool overtaken; /* that is why; else its time is over, or its holder has said no */
 };
 
 /* One look-up, or a probe (no callback). Owner: `live` and `fresh` under the lock until "redis-get"

@@ -20,7 +20,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define SCRUB_BATCH 64
+#define SCRUB_BATCH 48
 #define VALUE_TEXT  32 /* "<tier>:<bytes>" */
 
 /* Answers {made, gone}; -1: the registry has not announced this incarnation (yet), -2: a newer one
@@ -58,14 +58,17 @@ static const char put_script[] =
     "end\n"
     "return {made, gone}\n";
 
-/* Answers how many went. KEYS record...; ARGV name expected... in pairs */
+/* Answers how many went. What is only said to be overtaken stays if the name's fence says that it
+ * is not: with a clock that is behind, the younger process has the smaller number. KEYS record
+ * fence, in pairs; ARGV name expected overtaken-or-empty, in threes */
 static const char scrub_script[] =
     "local n = 0\n"
-    "for i = 1, #KEYS do\n"
-    "  local name, expected = ARGV[2 * i - 1], ARGV[2 * i]\n"
-    "  local v = redis.pcall('HGET', KEYS[i], name)\n"
-    "  if type(v) == 'string' and string.sub(v, 1, #expected) == expected then\n"
-    "    n = n + redis.call('HDEL', KEYS[i], name)\n"
+    "for i = 1, #KEYS / 2 do\n"
+    "  local key, name, expected = KEYS[2 * i - 1], ARGV[3 * i - 2], ARGV[3 * i - 1]\n"
+    "  local v = redis.pcall('HGET', key, name)\n"
+    "  if type(v) == 'string' and string.sub(v, 1, #expected) == expected and\n"
+    "     (ARGV[3 * i] == '' or redis.pcall('GET', KEYS[2 * i]) ~= string.sub(v, 1, 16)) then\n"
+    "    n = n + redis.call('HDEL', key, name)\n"
     "  end\n"
     "end\n"
     "return n\n";
@@ -443,8 +446,8 @@ static void tell_count(struct bt_blockmap *bm)
 static void send_scrubs(struct bt_blockmap *bm)
 {
     struct block_scrub s[SCRUB_BATCH];
-    char keys[SCRUB_BATCH][REDIS_KEY_MAX], n_keys[8];
-    struct bt_str argv[3 + 3 * SCRUB_BATCH] = {BT_STR("EVAL"), BT_STR(scrub_script)};
+    char keys[SCRUB_BATCH][REDIS_KEY_MAX], fences[SCRUB_BATCH][REDIS_KEY_MAX], n_keys[8];
+    struct bt_str argv[3 + 5 * SCRUB_BATCH] = {BT_STR("EVAL"), BT_STR(scrub_script)};
     size_t n = 0;
     redisReply *reply;
 
@@ -456,14 +459,18 @@ static void send_scrubs(struct bt_blockmap *bm)
     if (n == 0) {
         return;
     }
-    snprintf(n_keys, sizeof(n_keys), "%zu", n);
+    snprintf(n_keys, sizeof(n_keys), "%zu", 2 * n);
     argv[2] = bt_str_of(n_keys);
     for (size_t i = 0; i < n; i++) {
-        argv[3 + i] = block_key(bm->cfg.conf, &s[i].key, keys[i]);
-        argv[3 + n + 2 * i] = bt_str_of(s[i].name);
-        argv[4 + n + 2 * i] = bt_str_of(s[i].expect);
+        struct bt_str *rest = &argv[3 + 2 * n + 3 * i];
+
+        argv[3 + 2 * i] = block_key(bm->cfg.conf, &s[i].key, keys[i]);
+        argv[4 + 2 * i] = redis_key(bm->cfg.conf, "fence:", s[i].name, fences[i]);
+        rest[0] = bt_str_of(s[i].name);
+        rest[1] = bt_str_of(s[i].expect);
+        rest[2] = s[i].overtaken ? BT_STR("1") : BT_STR("");
     }
-    if (!exchange(bm, redis_send(&bm->put_conn, (int)(3 + 3 * n), argv), &reply, 1)) {
+    if (!exchange(bm, redis_send(&bm->put_conn, (int)(3 + 5 * n), argv), &reply, 1)) {
         return;
     }
     if (reply->type == REDIS_REPLY_INTEGER && reply->integer > 0) {

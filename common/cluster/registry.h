@@ -4,9 +4,9 @@
  *
  * Rules
  * - Redis is soft state. While it cannot be reached, membership is frozen: the last snapshot stays,
- *   nobody is added or dropped. Absent at start: seeds only, and it is tried for ever. A server
- * that takes no writes (replica, full, rights) counts as away, also for who only reads: nobody can
- *   renew a lease there.
+ *   nobody is added or dropped. Absent at start: seeds only, and it is tried for ever.
+ * - A server that takes no writes (replica, full, rights) counts as away, also for who only reads:
+ *   nobody can renew a lease there.
  * - While Redis is up, a node whose lease runs out is dropped at the next poll.
  * - After Redis was away, or came back empty, everybody who is missing gets one whole lease time to
  *   announce itself again before it is dropped.

@@ -6,7 +6,7 @@ static void test_announce_lookup_withdraw(void **state)
 {
     struct bt_block_have have[3] = {have_of(1, 0), have_of(1, 1), have_of(1, 2)};
     struct bt_block_key keys[4] = {key_of(1, 0), key_of(9, 9), key_of(1, 2), key_of(1, 0)};
-    struct peer a = {.untold = true};
+    static struct peer a = {.untold = true};
     struct outcome o;
 
     have[0].tier = BT_TIER_ENGINE;
@@ -36,7 +36,7 @@ static void test_announce_lookup_withdraw(void **state)
 static void test_several_holders_fastest_first(void **state)
 {
     struct bt_block_have slow = have_of(1, 0), fast = have_of(1, 0);
-    struct peer a = {.untold = true}, b = {.untold = true};
+    static struct peer a = {.untold = true}, b = {.untold = true};
     struct outcome o;
 
     slow.tier = BT_TIER_DISK;
@@ -59,7 +59,7 @@ static void test_several_holders_fastest_first(void **state)
 
 static void test_TIER_05_dead_owner_and_restart(void **state)
 {
-    struct peer r = {0};
+    static struct peer r = {0};
     pid_t a;
 
     peer_start(&r, NULL, 0);
@@ -89,7 +89,7 @@ static void test_TIER_05_dead_owner_and_restart(void **state)
 
 static void test_emptied_10k_rebuilt(void **state)
 {
-    struct peer a = {.salt = 3, .n_held = 10000}, r = {0};
+    static struct peer a = {.salt = 3, .n_held = 10000}, r = {0};
 
     peer_start(&a, "a", 100);
     peer_start(&r, NULL, 0);
@@ -117,7 +117,7 @@ static bool is_refused(void *arg)
 static void test_overtaken_writes_nothing(void **state)
 {
     struct bt_block_key first = key_of(6, 0);
-    struct peer old = {.salt = 6, .n_held = 50}, young = {.salt = 6, .n_held = 50}, r = {0};
+    static struct peer old = {.salt = 6, .n_held = 50}, young = {.salt = 6, .n_held = 50}, r = {0};
 
     peer_start(&r, NULL, 0);
     peer_start(&old, "a", 100);
@@ -140,7 +140,7 @@ static void test_overtaken_writes_nothing(void **state)
 /* A successor whose clock is behind waits for the lease, then writes over what was left. */
 static void test_clock_behind(void **state)
 {
-    struct peer a = {.salt = 6, .n_held = 50}, r = {0};
+    static struct peer a = {.salt = 6, .n_held = 50}, r = {0};
     pid_t first = node_start("a", 200, 50, 6);
 
     peer_start(&r, NULL, 0);
@@ -199,7 +199,7 @@ static bool is_gone(struct peer *p, struct bt_block_key key, const char *name)
 static void test_outdated_is_scrubbed(void **state)
 {
     struct bt_block_have h = have_of(7, 3);
-    struct peer a = {.untold = true}, r = {0};
+    static struct peer a = {.untold = true}, r = {0};
 
     peer_start(&a, "a", 0x100);
     peer_start(&r, NULL, 0);
@@ -226,6 +226,29 @@ static void test_outdated_is_scrubbed(void **state)
     peer_stop(&a);
 }
 
+/* A reader that still knows the predecessor, whose number is larger since the successor's clock is
+ * behind, must not remove what the successor writes: the fence says whose turn it is. */
+static void test_fence_decides_what_is_outdated(void **state)
+{
+    static struct peer r;
+    struct bt_blockmap_cfg bc = {.conf = &conf};
+    struct bt_member before = {
+        .name = "b", .incarnation = 0x200, .role = BT_ROLE_KVSTORE, .grpc_addr = "127.0.0.1:1"};
+    struct bt_members *ms = bt_members_make(&before, 1, NULL, 0);
+
+    assert_int_equal(bt_blockmap_create(&bc, &r.bm, NULL), BT_OK);
+    bt_blockmap_set_members(r.bm, ms);
+    bt_members_unref(ms);
+    assert_true(eventually(is_up, &r));
+    must("SET baton:{test}:fence:b 0000000000000100 PX 80000000");
+    tell("HSET", key_of(7, 5), "b 0000000000000100:1:10:ffffffff");
+    tell("HSET", key_of(7, 6), "b 00000000000000ff:1:10:ffffffff");
+    assert_int_equal(look_one(&r, key_of(7, 5)).n_with, 0);
+    assert_true(is_gone(&r, key_of(7, 6), "b"));
+    assert_false(is_absent(&(struct absent){&r, key_of(7, 5), "b"}));
+    bt_blockmap_destroy(r.bm);
+}
+
 static void test_hostile_records(void **state)
 {
     static const char *const bad[] = {
@@ -244,7 +267,7 @@ static void test_hostile_records(void **state)
         "\"a\\x00\" 0000000000000100:1:10:ffffffff",
         "a "
         "0000000000000100:1:10:ffffffff:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
-    struct peer a = {.salt = 8, .n_held = 3};
+    static struct peer a = {.salt = 8, .n_held = 3};
     char many[128];
 
     hold(&a, 0);
@@ -295,7 +318,7 @@ static bool record_over(void *arg)
 
 static void test_entries_are_renewed(void **state)
 {
-    struct peer a = {.salt = 9, .n_held = 1500}, r = {0};
+    static struct peer a = {.salt = 9, .n_held = 1500}, r = {0};
 
     conf.block_ttl_ns = 2 * BT_NS_PER_S;
     peer_start(&a, "a", 100);
@@ -325,7 +348,7 @@ static bool counted(void *arg)
 
 static void test_count(void **state)
 {
-    struct peer a = {.salt = 1, .n_held = 1500}, b = {.salt = 1, .n_held = 300}, r = {0};
+    static struct peer a = {.salt = 1, .n_held = 1500}, b = {.salt = 1, .n_held = 300}, r = {0};
 
     peer_start(&a, "a", 100);
     peer_start(&b, "b", 100);
@@ -343,7 +366,7 @@ static void test_cancel_and_destroy(void **state)
     enum { N = 64 };
     static struct outcome o[3 * N];
     struct bt_block_key key = key_of(1, 0);
-    struct peer r = {0};
+    static struct peer r = {0};
     uint64_t ids[N];
 
     for (int i = 0; i < 3 * N; i++) {
@@ -389,7 +412,7 @@ struct churn {
     struct bt_blockmap *bm;
     pthread_mutex_t lock;
     bool held[1000];
-    bool stop;
+    bool churned, stop; /* atomic: end churning, end asking */
     struct bt_blockmap *reader;
     uint64_t n_begun, n_ended; /* atomic */
 };
@@ -415,7 +438,7 @@ static void *churn_main(void *arg)
     struct churn *c = arg;
     unsigned seed = 1;
 
-    for (int i = 0; i < 30000; i++) { /* fewer than the queue takes */
+    for (int i = 0; !__atomic_load_n(&c->churned, __ATOMIC_RELAXED); i++) {
         uint64_t k = (uint64_t)rand_r(&seed) % 1000;
         struct bt_block_have h = have_of(2, k);
         bool now;
@@ -487,7 +510,7 @@ static bool index_is_true(void *arg)
 static void test_churn(void **state)
 {
     static struct churn c = {.lock = PTHREAD_MUTEX_INITIALIZER};
-    struct peer reg = {.untold = true}, r = {0};
+    static struct peer reg = {.untold = true}, r = {0};
     struct bt_blockmap_cfg bc = {
         .conf = &conf, .name = "a", .incarnation = 100, .held = list_churn, .arg = &c};
     pthread_t churner, asker[2];
@@ -505,10 +528,16 @@ static void test_churn(void **state)
         must("FLUSHALL");
         poll(NULL, 0, 100);
         kill(redis_pid, SIGSTOP);
-        poll(NULL, 0, i % 2 ? 20 : 500);
+        poll(NULL, 0, i % 2 ? 20 : 400); /* fewer changes than the queue takes */
         kill(redis_pid, SIGCONT);
     }
+    /* the last changes are made while it is away: nothing later puts them right */
+    kill(redis_pid, SIGSTOP);
+    poll(NULL, 0, 100);
+    __atomic_store_n(&c.churned, true, __ATOMIC_RELAXED);
     pthread_join(churner, NULL);
+    assert_true(eventually(put_is_down, &(struct peer){.bm = c.bm}));
+    kill(redis_pid, SIGCONT);
     assert_true(eventually(index_is_true, &(struct truth){&c, &r}));
     assert_int_equal(bt_blockmap_stats(c.bm).n_overflows, 0);
     __atomic_store_n(&c.stop, true, __ATOMIC_RELAXED);
@@ -525,7 +554,7 @@ static void test_churn(void **state)
 static void test_no_redis(void **state)
 {
     struct bt_block_have h = have_of(1, 0);
-    struct peer a = {.salt = 1, .n_held = 1};
+    static struct peer a = {.salt = 1, .n_held = 1};
     char saved = address[0];
 
     address[0] = '\0';
@@ -564,6 +593,7 @@ int main(void)
         T(test_overtaken_writes_nothing),
         T(test_clock_behind),
         T(test_outdated_is_scrubbed),
+        T(test_fence_decides_what_is_outdated),
         T(test_hostile_records),
         T(test_entries_are_renewed),
         T(test_count),

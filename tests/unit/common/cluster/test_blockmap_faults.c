@@ -10,7 +10,7 @@
  * an answer, always; nobody is dropped. */
 static void test_TIER_05_redis_frozen(void **state)
 {
-    struct peer a = {.salt = 4, .n_held = 500};
+    static struct peer a = {.salt = 4, .n_held = 500};
     struct outcome o;
     uint64_t n_opened;
 
@@ -51,7 +51,7 @@ static void test_TIER_05_redis_frozen(void **state)
 
 static void test_TIER_05_redis_killed(void **state)
 {
-    struct peer a = {.salt = 4, .n_held = 500}, r = {0};
+    static struct peer a = {.salt = 4, .n_held = 500}, r = {0};
 
     peer_start(&a, "a", 100);
     peer_start(&r, NULL, 0);
@@ -72,7 +72,7 @@ static void test_TIER_05_redis_killed(void **state)
 
 static void test_absent_at_start(void **state)
 {
-    struct peer a = {.salt = 4, .n_held = 500};
+    static struct peer a = {.salt = 4, .n_held = 500};
 
     redis_kill();
     peer_start(&a, "a", 100);
@@ -89,7 +89,7 @@ static void test_absent_at_start(void **state)
 /* Hard at work for a second: DEBUG SLEEP holds its only thread. */
 static void test_redis_busy(void **state)
 {
-    struct peer a = {.salt = 4, .n_held = 500};
+    static struct peer a = {.salt = 4, .n_held = 500};
 
     redis_kill();
     redis_launch((const char *const[]){"--enable-debug-command", "yes", NULL});
@@ -113,7 +113,7 @@ static bool says_loading(void *arg)
 
 static void test_redis_loading(void **state)
 {
-    struct peer a = {.salt = 4, .n_held = 500};
+    static struct peer a = {.salt = 4, .n_held = 500};
     uint64_t n_loading = 0;
     char dump[128];
 
@@ -202,9 +202,11 @@ static bool failed_more(void *arg)
  */
 static void refuse(const char *begin, const char *end, const char *advice)
 {
-    struct peer a = {.salt = 4, .n_held = 500}, r = {0};
+    static struct peer a, r;
     uint64_t since, before, n;
 
+    a = (struct peer){.salt = 4, .n_held = 500};
+    r = (struct peer){0};
     peer_start(&a, "a", 100);
     peer_start(&r, NULL, 0);
     assert_true(sees_all(&r, 4, 500));
@@ -262,7 +264,7 @@ static void test_too_few_replicas(void **state)
 /* What is full or a replica still tells what it has. */
 static void test_reading_goes_on_when_full(void **state)
 {
-    struct peer a = {.salt = 4, .n_held = 500};
+    static struct peer a = {.salt = 4, .n_held = 500};
 
     peer_start(&a, "a", 100);
     assert_true(sees_all(&a, 4, 500));
@@ -279,13 +281,14 @@ static void test_reading_goes_on_when_full(void **state)
     "+getrange +del +type +ttl +pttl +expire +zadd +zrem +zremrangebyscore +zrevrange +hset "      \
     "+hdel +hget +hgetall"
 #define READER_RIGHTS                                                                              \
-    "resetkeys ~baton:{test}:* resetchannels -@all +ping +time +getrange +setrange +zrevrange "    \
+    "resetkeys ~baton:{test}:* resetchannels -@all +ping +time +get +getrange +setrange "          \
+    "+zrevrange "                                                                                  \
     "+eval +hget "                                                                                 \
     "+hdel +hgetall"
 
 static void test_acl_user(void **state)
 {
-    struct peer a = {.salt = 4, .n_held = 500}, r = {0};
+    static struct peer a = {.salt = 4, .n_held = 500}, r = {0};
 
     must("ACL SETUSER baton on >secret " NODE_RIGHTS);
     must("ACL SETUSER looker on >secret " READER_RIGHTS);
@@ -327,7 +330,7 @@ static void test_acl_user(void **state)
 
 static void test_wrong_password(void **state)
 {
-    struct peer a = {.salt = 4, .n_held = 5};
+    static struct peer a = {.salt = 4, .n_held = 5};
 
     redis_kill();
     redis_start("right");
@@ -398,7 +401,7 @@ static bool says_moved(void *arg)
  * one cluster.name is in one slot. */
 static void test_redis_cluster_node(void **state)
 {
-    struct peer a = {.salt = 4, .n_held = 5};
+    static struct peer a = {.salt = 4, .n_held = 5};
     char port[16], other_port[16], command[256], saved[sizeof(address)];
     pid_t other;
 
@@ -457,7 +460,7 @@ static void test_redis_cluster_node(void **state)
 
 static void test_tcp(void **state)
 {
-    struct peer a = {.salt = 4, .n_held = 500};
+    static struct peer a = {.salt = 4, .n_held = 500};
     char port[16], saved[sizeof(address)];
 
     snprintf(port, sizeof(port), "%d", free_port());
@@ -496,7 +499,7 @@ static void test_bad_addresses(void **state)
 /* With hiredis_ssl a real server with a certificate; without, refused at start with the reason. */
 static void test_tls(void **state)
 {
-    struct peer a = {.salt = 4, .n_held = 500};
+    static struct peer a = {.salt = 4, .n_held = 500};
     char port[16], saved[sizeof(address)], ca[128], cert[128], key[128], command[512];
     struct bt_err err;
 
