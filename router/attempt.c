@@ -2,6 +2,8 @@
  * thread. */
 #include "router/request_int.h"
 
+#include "router/cost.h"
+
 #include "common/base/buf.h"
 #include "common/obs/log.h"
 #include "common/thr/time.h"
@@ -9,8 +11,6 @@
 #include <stdlib.h>
 
 #define BACKOFF_NS (50 * BT_NS_PER_MS) /* before the second retry; doubles */
-
-static void dispatch(struct rt_request *req);
 
 bool rt_request_excludes(const struct rt_request *req, const char *name, uint64_t incarnation)
 {
@@ -53,8 +53,10 @@ void rt_request_enqueue(struct rt_request *req, uint64_t pause_ns)
     req->wait_until_ns = req->not_before_ns + req->router->conf->wait_ns;
     if (pause_ns > 0) {
         bt_timer_start(req->router->loop, &req->timer, req->not_before_ns);
+    } else if (req->retries == 0) {
+        rt_admit(req);
     } else {
-        dispatch(req);
+        rt_request_dispatch(req);
     }
 }
 
@@ -184,11 +186,12 @@ static size_t view_nodes(struct rt_request *req, struct rt_node_view *views, str
 }
 
 /* What is expected of this attempt, to be compared with what happens. */
-static void note_estimate(struct rt_request *req, const struct rt_node_view *v)
+static void
+note_estimate(struct rt_request *req, const struct rt_estimate *est, const struct rt_node_view *v)
 {
-    req->expected_tokens = req->est.cached_blocks * v->block_tokens;
+    req->expected_tokens = est->cached_blocks * v->block_tokens;
     for (int t = 0; t < RT_INDEX_TIERS; t++) {
-        req->expected_tier_tokens[t] = req->est.tier_blocks[t] * v->block_tokens;
+        req->expected_tier_tokens[t] = est->tier_blocks[t] * v->block_tokens;
     }
 }
 
@@ -234,55 +237,114 @@ static int take_store(const struct rt_request *req,
     return BT_OK;
 }
 
-static void dispatch(struct rt_request *req)
+/* The first attempt waits while all nodes have enough queued, and is refused if it is too late. */
+static bool holds(struct rt_request *req, const struct rt_pick *pick, const struct rt_node_view *v)
 {
     struct rt_router *r = req->router;
-    struct rt_node_view *views = bt_calloc(r->n_nodes + 1, sizeof(*views));
-    struct rt_node **nodes = bt_calloc(r->n_nodes + 1, sizeof(*nodes));
+    double most = (double)r->conf->node_queue_ns / 1e9;
+
+    r->admit.least_queue_s = pick->least_queue_s;
+    r->admit.n_targets = pick->n_targets;
+    if (req->fair.running || !req->fair.tenant) {
+        return false;
+    }
+    return most > 0 && pick->least_queue_s > most && v->speed;
+}
+
+static bool
+is_refused(struct rt_request *req, const struct rt_pick *pick, const struct rt_node_view *v)
+{
+    bool first = !req->fair.running && req->fair.tenant;
+
+    return first && v->speed && v->speed->n_prompt >= 8 &&
+           rt_admit_refuses(req, rt_estimate_first_s(&pick->est));
+}
+
+static void begin_attempt(struct rt_request *req,
+                          struct rt_pick *pick,
+                          const struct rt_store *store,
+                          struct rt_node **nodes)
+{
+    bt_timer_stop(req->router->loop, &req->timer);
+    if (store && pick->prefill >= 0) {
+        pick->path = RT_PATH_STORE;
+        req->store = *store;
+    }
+    req->est = pick->est;
+    req->router->n_picked++;
+    launch(req, pick, nodes);
+}
+
+/* With room for the views of all nodes. */
+static bool
+dispatch_among(struct rt_request *req, struct rt_node_view *views, struct rt_node **nodes)
+{
+    struct rt_router *r = req->router;
     struct rt_pick_args a = {
         .nodes = views,
         .path = req->path,
         .n_prompt = req->prompt.n + req->answer.ids.n,
         .local_below_tokens = (size_t)r->conf->local_below_tokens,
         .ticket = rt_random(r),
+        .turn = r->n_picked,
     };
+    const struct rt_store *store = NULL;
+    const struct rt_node_view *v;
     struct rt_pick pick;
     struct bt_err err = {0};
-    const struct rt_store *store = NULL;
+
+    a.n = view_nodes(req, views, nodes);
+    rt_cache_fill_args(req, &a);
+    if (take_store(req, &a, &store, &err) == BT_OK && rt_policy_pick(&a, &pick, &err) == BT_OK) {
+        v = &views[pick.prefill >= 0 ? pick.prefill : pick.decode];
+        if (is_refused(req, &pick, v)) {
+            return true;
+        }
+        if (holds(req, &pick, v)) {
+            return false;
+        }
+        rt_admit_started(req);
+        note_estimate(req, &pick.est, v);
+        begin_attempt(req, &pick, store, nodes);
+        return true;
+    }
+    rt_admit_started(req); /* it waits for nodes, not for its turn */
+    if (rt_request_now(req) >= req->wait_until_ns) {
+        rt_request_fail(req, BT_E_UNAVAILABLE, err.msg);
+    } else {
+        bt_timer_start(r->loop, &req->timer, req->wait_until_ns);
+    }
+    return true;
+}
+
+bool rt_request_dispatch(struct rt_request *req)
+{
+    size_t n = req->router->n_nodes + 1;
+    struct rt_node_view *views = bt_calloc(n, sizeof(*views));
+    struct rt_node **nodes = bt_calloc(n, sizeof(*nodes));
+    bool started = true;
 
     if (!views || !nodes) {
         rt_request_fail(req, BT_E_NOMEM, "no memory");
     } else {
-        a.n = view_nodes(req, views, nodes);
-        rt_cache_fill_args(req, &a);
-        a.turn = r->n_picked;
-        if (take_store(req, &a, &store, &err) == BT_OK &&
-            rt_policy_pick(&a, &pick, &err) == BT_OK) {
-            bt_timer_stop(r->loop, &req->timer);
-            if (store && pick.prefill >= 0) {
-                pick.path = RT_PATH_STORE;
-                req->store = *store;
-            }
-            req->est = pick.est;
-            note_estimate(req, &views[pick.prefill >= 0 ? pick.prefill : pick.decode]);
-            r->n_picked++;
-            launch(req, &pick, nodes);
-        } else if (rt_request_now(req) >= req->wait_until_ns) {
-            rt_request_fail(req, BT_E_UNAVAILABLE, err.msg);
-        } else {
-            bt_timer_start(r->loop, &req->timer, req->wait_until_ns);
-        }
+        started = dispatch_among(req, views, nodes);
     }
     free(views);
     free(nodes);
+    return started;
 }
 
 void rt_request_on_timer(struct bt_loop *loop, struct bt_timer *t)
 {
     struct rt_request *req = BT_CONTAINER_OF(t, struct rt_request, timer);
 
-    if (req->state == RT_REQUEST_QUEUED) {
-        dispatch(req);
+    if (req->state != RT_REQUEST_QUEUED) {
+        return;
+    }
+    if (req->fair.tenant && !req->fair.running) {
+        rt_admit_run(req->router);
+    } else {
+        rt_request_dispatch(req);
     }
 }
 

@@ -73,6 +73,16 @@ take_message(struct rt_request *req, const Baton__V1__GenerateRequest *m, struct
         return BT_FAIL(err, BT_E_INVALID, "cache_salt has %zu bytes, at most %d",
                        strlen(m->cache_salt), MAX_CACHE_SALT);
     }
+    if (strlen(m->tenant) >= RT_FAIR_TENANT_MAX) {
+        return BT_FAIL(err, BT_E_INVALID, "tenant has %zu bytes, at most %d", strlen(m->tenant),
+                       RT_FAIR_TENANT_MAX - 1);
+    }
+    if (m->priority < -RT_FAIR_PRIORITY_MAX || m->priority > RT_FAIR_PRIORITY_MAX) {
+        return BT_FAIL(err, BT_E_INVALID, "priority %d is not from -%d to %d", m->priority,
+                       RT_FAIR_PRIORITY_MAX, RT_FAIR_PRIORITY_MAX);
+    }
+    snprintf(req->tenant, sizeof(req->tenant), "%s", m->tenant);
+    req->fair.priority = m->priority;
     if ((rc = take_path(req, (int)m->path, err)) < 0 ||
         (rc = wire_sampling_from_client(m->sampling, m->stopping, &req->sampling, &has_seed, err)) <
             0) {

@@ -227,6 +227,7 @@ void rt_cache_load(struct rt_node *n, const Baton__V1__NodeLoad *l)
     }
     learn(n, l, now);
     send_ask(n, rt_feed_load(&n->feed, l, now));
+    rt_admit_soon(n->router);
     sweep(n->router);
 }
 
@@ -338,6 +339,7 @@ void rt_leg_first(struct rt_leg *leg)
         leg->working = false;
         rt_work_done(&n->work, &leg->work, bt_loop_now(n->router->loop));
         n->own_tokens -= leg->n_tokens;
+        rt_admit_soon(n->router);
         n->tokens_waiting -= BT_MIN(n->tokens_waiting, leg->n_tokens); /* until the next load */
     }
 }

@@ -81,6 +81,48 @@ static const struct bt_conf_opt opts[] = {
                      0,
                      86400000,
                      "How fast the chance fades that a cached block is asked for again."),
+    BT_CONF_DURATION(struct rt_conf,
+                     first_token_ns,
+                     "admission.first_token",
+                     "60s",
+                     0,
+                     86400000,
+                     "Requests whose first token would take longer are refused; 0 = none."),
+    BT_CONF_DURATION(struct rt_conf,
+                     node_queue_ns,
+                     "admission.node_queue",
+                     "2s",
+                     0,
+                     86400000,
+                     "Computing that a node may have queued; the rest waits in the router. 0 = all "
+                     "goes to the nodes."),
+    BT_CONF_INT(struct rt_conf,
+                max_queued,
+                "admission.queued",
+                "512",
+                1,
+                1 << 16,
+                "Requests that wait in the router; more are refused."),
+    BT_CONF_INT(struct rt_conf,
+                tenant_queued,
+                "admission.tenant_queued",
+                "0",
+                0,
+                1 << 16,
+                "Of them of one tenant; 0 = no limit of its own."),
+    BT_CONF_INT(struct rt_conf,
+                tenant_running,
+                "admission.tenant_running",
+                "0",
+                0,
+                1 << 16,
+                "Requests of one tenant that run at one time; 0 = no limit."),
+    BT_CONF_STR(struct rt_conf,
+                weights,
+                "admission.weights",
+                "",
+                4000,
+                "Shares of tenants under load: name=weight,...; others have 1."),
     BT_CONF_INT(struct rt_conf,
                 retries,
                 "route.retries",
@@ -218,6 +260,9 @@ static int start(struct rt_router *r, struct bt_rpc_service *service, struct bt_
     if ((code = bt_loop_create(&r->loop, err)) < 0) {
         return bt_node_fail(BT_EXIT_OTHER, code, err);
     }
+    if ((code = rt_admit_init(r, err)) < 0) {
+        return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_OTHER, code, err);
+    }
     if ((code = rt_cache_init(r, err)) < 0 || (code = rt_tok_worker_start(r, err)) < 0) {
         return bt_node_fail(BT_EXIT_OTHER, code, err);
     }
@@ -254,6 +299,7 @@ static void stop(struct rt_router *r)
     r->draining = true;
     rt_nodes_fini(r);
     rt_cache_fini(r);
+    rt_admit_fini(r);
     rt_stores_fini(r);
     bt_reflection_destroy(r->reflection);
     bt_health_destroy(r->health);

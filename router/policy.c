@@ -143,6 +143,8 @@ static bool pick_pair(const struct rt_pick_args *a, struct rt_pick *ret)
 {
     struct best b = {.idx = -1, .ticket = a->ticket};
     uint64_t n = 0, nth = 0;
+    unsigned n_targets = 0;
+    double least = 0;
 
     for (size_t i = 0; i < a->n; i++) {
         n += can_prefill(&a->nodes[i]);
@@ -155,6 +157,7 @@ static bool pick_pair(const struct rt_pick_args *a, struct rt_pick *ret)
         }
         if (has_decode_for(a, (int)i)) {
             e = rt_cost_prompt(a, &a->nodes[i]);
+            least = n_targets++ ? BT_MIN(least, e.queue_s) : e.queue_s;
             consider(&b, (int)i, route_cost(a, &e, nth, n), a->nodes[i].excluded);
         }
         nth++;
@@ -165,7 +168,9 @@ static bool pick_pair(const struct rt_pick_args *a, struct rt_pick *ret)
     *ret = (struct rt_pick){.path = RT_PATH_DIRECT,
                             .prefill = b.idx,
                             .decode = best_decode_for(a, b.idx),
-                            .est = rt_cost_prompt(a, &a->nodes[b.idx])};
+                            .est = rt_cost_prompt(a, &a->nodes[b.idx]),
+                            .least_queue_s = least,
+                            .n_targets = n_targets};
     return true;
 }
 
@@ -180,9 +185,14 @@ static double alone_cost(const struct rt_pick_args *a, const struct rt_node_view
 static bool pick_local(const struct rt_pick_args *a, struct rt_pick *ret)
 {
     struct best b = {.idx = -1, .ticket = a->ticket};
+    unsigned n_targets = 0;
+    double least = 0;
 
     for (size_t i = 0; i < a->n; i++) {
         if (can_local(&a->nodes[i])) {
+            double queue_s = rt_cost_prompt(a, &a->nodes[i]).queue_s;
+
+            least = n_targets++ ? BT_MIN(least, queue_s) : queue_s;
             consider(&b, (int)i, alone_cost(a, &a->nodes[i]), a->nodes[i].excluded);
         }
     }
@@ -192,7 +202,9 @@ static bool pick_local(const struct rt_pick_args *a, struct rt_pick *ret)
     *ret = (struct rt_pick){.path = RT_PATH_LOCAL,
                             .prefill = -1,
                             .decode = b.idx,
-                            .est = rt_cost_prompt(a, &a->nodes[b.idx])};
+                            .est = rt_cost_prompt(a, &a->nodes[b.idx]),
+                            .least_queue_s = least,
+                            .n_targets = n_targets};
     return true;
 }
 

@@ -98,6 +98,8 @@ struct rt_pick {
     enum rt_path path;   /* DIRECT or LOCAL */
     int prefill, decode; /* indexes into nodes; prefill is -1 on LOCAL */
     struct rt_estimate est;
+    double least_queue_s; /* of all nodes that could compute the prompt */
+    unsigned n_targets;   /* those nodes */
 };
 
 /* BT_OK or BT_E_UNAVAILABLE, whose text names what is missing. */

@@ -55,6 +55,7 @@ static void done(struct rt_request *req)
     }
     bt_timer_stop(req->router->loop, &req->timer);
     rt_request_drop_legs(req, true);
+    rt_admit_ended(req);
     req->router->n_requests--;
 }
 

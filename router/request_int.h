@@ -28,6 +28,8 @@ struct rt_request {
     bool path_is_must; /* by the client, not by configuration */
     struct rt_answer answer;
     uint64_t claim, deadline_ns;
+    char tenant[RT_FAIR_TENANT_MAX];
+    struct rt_fair_item fair; /* until it is done */
     uint32_t cached_tokens;
     struct rt_keys keys[RT_MAX_IDENTS];
     struct rt_estimate est;                                         /* of this attempt */
@@ -69,6 +71,8 @@ void rt_request_drop_legs(struct rt_request *req, bool cancel);
 /* attempt.c */
 /* QUEUED: looks for nodes, now or after a pause. */
 void rt_request_enqueue(struct rt_request *req, uint64_t pause_ns);
+/* QUEUED: chooses nodes and starts the attempt. False: all nodes have enough queued, it waits. */
+bool rt_request_dispatch(struct rt_request *req);
 /* The attempt is over: whatever is left of it is cancelled, and another one may follow. */
 void rt_request_retry(struct rt_request *req, int rc, const char *msg);
 /* The node comes last in later attempts. */

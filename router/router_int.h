@@ -15,6 +15,7 @@
 #include "proto/node.pb-c.h"
 #include "proto/wire/sampling_pb.h"
 #include "router/answer.h"
+#include "router/fair.h"
 #include "router/index/feed.h"
 #include "router/policy.h"
 #include "router/states.h"
@@ -31,7 +32,9 @@ struct rt_conf {
     char *name, *listen, *model;
     int path;  /* enum rt_path */
     int route; /* enum rt_route */
-    uint64_t reuse_ns;
+    uint64_t reuse_ns, first_token_ns, node_queue_ns;
+    int64_t max_queued, tenant_queued, tenant_running;
+    char *weights;
     uint64_t max_request_bytes, max_queued_bytes;
     int64_t max_active, local_below_tokens, retries;
     uint64_t wait_ns, node_silence_ns, drain_timeout_ns;
@@ -88,6 +91,15 @@ struct rt_router {
         uint64_t prompt_tokens, cached_tokens, expected_tokens; /* of finished requests */
         uint64_t tier_tokens[RT_INDEX_TIERS];                   /* of the expected ones */
     } cache;
+
+    struct { /* admit.c */
+        struct rt_fair *fair;
+        struct bt_timer timer; /* the next look while requests wait */
+        bool running;
+        double least_queue_s; /* of the nodes, at the last choice */
+        unsigned n_targets;   /* nodes that could be chosen then */
+        uint64_t refused;
+    } admit;
 
     struct bt_msg stop_msg;
 };
@@ -203,6 +215,19 @@ void rt_cache_finished(struct rt_request *req);
 void rt_cache_free_keys(struct rt_request *req);
 void rt_cache_fill_info(const struct rt_router *r, Baton__V1__CacheInfo *m);
 void rt_cache_fill_node(const struct rt_node *n, Baton__V1__NodeInfo *m);
+
+/* --- admit.c: who is refused, who waits, who is next --- */
+int rt_admit_init(struct rt_router *r, struct bt_err *err) BT_MUST_USE;
+void rt_admit_fini(struct rt_router *r);
+/* A request's first attempt: refused, queued or started. */
+void rt_admit(struct rt_request *req);
+/* Starts what can be started; soon: in a moment, after something has become free. */
+void rt_admit_run(struct rt_router *r);
+void rt_admit_soon(struct rt_router *r);
+/* Refuses it if its first token would be later than it may be. */
+bool rt_admit_refuses(struct rt_request *req, double first_s);
+void rt_admit_started(struct rt_request *req);
+void rt_admit_ended(struct rt_request *req);
 
 /* --- stores.c: the KV store's daemons --- */
 struct rt_store {

@@ -215,6 +215,7 @@ static void get_server(struct bt_rpc_call *call, const ProtobufCMessage *msg)
     struct rt_router *r = router_of(call);
     Baton__V1__ServerInfo out = BATON__V1__SERVER_INFO__INIT;
     Baton__V1__CacheInfo cache;
+    Baton__V1__AdmissionInfo admission;
     Baton__V1__ModelInfo model, *models[] = {&model};
     size_t n_rows = r->n_nodes + rt_stores_n(r), n = 0;
     struct node_row *rows = bt_calloc(n_rows + 1, sizeof(*rows));
@@ -242,6 +243,12 @@ static void get_server(struct bt_rpc_call *call, const ProtobufCMessage *msg)
         out.requests_active = (uint32_t)r->n_requests;
         rt_cache_fill_info(r, &cache);
         out.cache = &cache;
+        baton__v1__admission_info__init(&admission);
+        admission.queued = rt_fair_queued(r->admit.fair);
+        admission.queued_s = rt_fair_queued_s(r->admit.fair);
+        admission.oldest_s = rt_fair_oldest_s(r->admit.fair, bt_loop_now(r->loop));
+        admission.refused = r->admit.refused;
+        out.admission = &admission;
         out.membership = (char *)(uintptr_t)(r->membership_frozen ? "frozen" : "live");
         bt_rpc_call_reply(call, &out.base);
     }

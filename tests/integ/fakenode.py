@@ -42,7 +42,7 @@ class FakeNode:
         self.welcome = dict(wire_version=1, name=name, incarnation=incarnation, role=role, model_name="m",
                             model_digest=digest or b"", kv_format=hashlib.sha256(b"kv").digest(),
                             numerics="fake/1", weight_epoch=1, net_address="127.0.0.1:9",
-                            context_tokens=8192, page_tokens=16, pages_total=100, heartbeat_ms=100)
+                            context_tokens=8192, page_tokens=16, pages_total=1000, heartbeat_ms=100)
         self.welcome.update(welcome)
         self.has_digest = threading.Event()
         if digest:

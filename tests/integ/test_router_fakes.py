@@ -293,7 +293,7 @@ def test_RTR_02_a_burst_is_spread_by_what_was_just_sent(fakes):
     """A hundred requests at once, before any node could tell of its load."""
     ps = [FakeNode(f"p{i}", "prefill") for i in range(2)]
     ds = [FakeNode(f"d{i}", "decode") for i in range(2)]
-    c = fakes(*ps, *ds)
+    c = fakes(*ps, *ds, router_args=["--admission.node_queue=0s"])  # all at once, none waits here
     calls = [c.client.stream(request(ids=[5] * 2000)) for _ in range(100)]
     for kind in (ps, ds):
         eventually(lambda kind=kind: sum(len(n.starts) for n in kind) == 100)

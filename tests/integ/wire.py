@@ -64,9 +64,10 @@ class Answer:
 
 def request(text=None, ids=None, chat=None, max_tokens=None, stop=(), stop_ids=(), seed=None,
             path=AUTO, request_id="", skip_special=False, ignore_eos=False, min_tokens=0, cache_salt="",
+            tenant="", priority=0,
             **sampling):
     m = GenerateRequest(path=path, request_id=request_id, skip_special_tokens=skip_special,
-                        cache_salt=cache_salt)
+                        cache_salt=cache_salt, tenant=tenant, priority=priority)
     if text is not None:
         m.text = text
     if ids is not None:
