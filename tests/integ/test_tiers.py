@@ -340,3 +340,42 @@ def test_rounds_of_aborts_evictions_restarts(cluster, plain, tmp_path):
     for name in ("decode-0", "prefill-0"):
         eventually(lambda name=name: name in c.ready_nodes(), 20, "node ready")
         at_rest(c, name)
+
+
+def test_answers_are_found_on_the_other_node(cluster, plain):
+    """A chat through P and D: the next turn's prefill node brings the answer's blocks from the decode
+    node, and what it computed itself is not sent to D again."""
+    c = cluster(model="slow", prefill=1, decode=1, node_args=tiers("256M"))
+    prompt, known = ids(77, 3 * BLOCK), 0
+    for turn in range(4):
+        want = known // BLOCK * BLOCK
+
+        def found():
+            return c.status("decode-0").tier_host_bytes >= want // BLOCK * BLOB
+        eventually(found, what="answers kept")
+        before = c.status("prefill-0").tokens_computed
+        a = ask(c, prompt, DIRECT, n=2 * BLOCK)
+        assert list(a.tokens) == plain(prompt, n=2 * BLOCK)
+        if turn:
+            assert a.usage.cached_tokens == want
+            assert c.status("prefill-0").tokens_computed - before == len(prompt) - want
+        known = len(prompt) + 2 * BLOCK - 1
+        prompt = prompt + list(a.tokens) + ids(turn, 20)
+    s = at_rest(c, "prefill-0")
+    assert s.tokens_cached_store >= 3 * BLOCK
+    at_rest(c)
+
+
+def test_a_node_that_dies_takes_its_blocks_along(cluster, plain):
+    """What others had is brought while they live; when they die in between it is computed."""
+    c = cluster(model="slow", prefill=0, decode=3, role="both", node_args=tiers("256M"))
+    c.allow("event=session", "event=retry", "peer", "lost", "event=node", "store", "event=link")
+    prompt = ids(5, 700)
+    for turn in range(9):
+        a = ask(c, prompt)
+        assert list(a.tokens) == plain(prompt)
+        prompt = prompt + list(a.tokens) + ids(60 + turn, 30)
+        if turn in (2, 5):
+            name = f"decode-{turn // 3}"
+            c.procs[name].kill()
+            eventually(lambda: name not in c.ready_nodes(), 20, "node gone")
