@@ -444,8 +444,8 @@ static bool stop(struct kn_serve *s)
         kv_handoff_destroy(s->handoff);
     }
     kn_store_stop(s);
-    kn_tiers_close(s);
     kn_store_close(s);
+    kn_tiers_close(s);
     kn_engine_destroy(s->engine);
     kv_keeper_close(s->keeper);
     bt_mailbox_close(&s->steps);
@@ -498,6 +498,7 @@ int kn_serve_run(struct bt_node *node,
     int code;
 
     make_name(&s);
+    pthread_mutex_init(&s.blockmap_lock, NULL);
     bt_list_init(&s.sessions);
     bt_map_init(&s.streams);
     bt_mailbox_init(&s.steps, wake_loop, &s);
@@ -507,6 +508,7 @@ int kn_serve_run(struct bt_node *node,
     }
     clean = stop(&s);
     free_streams(&s);
+    pthread_mutex_destroy(&s.blockmap_lock);
     if (!clean) {
         BT_ERROR("exit", "msg=\"pages did not come back\"");
         code = BT_EXIT_OTHER;

@@ -38,7 +38,8 @@ struct kn_serve {
     struct kv_tiers *tiers;   /* NULL = none configured */
     struct kv_server *blocks; /* NULL = not part of the KV store; so are the next two */
     struct kv_client *store;
-    struct bt_blockmap *blockmap;
+    struct bt_blockmap *blockmap; /* guarded by the lock where the tiers' thread uses it */
+    pthread_mutex_t blockmap_lock;
     struct kv_handoff *handoff; /* NULL for a role without handoffs */
 
     struct bt_loop *loop;
@@ -147,7 +148,8 @@ int kn_store_open(struct kn_serve *s, struct bt_err *err) BT_MUST_USE;
 void kn_store_events(struct kn_serve *s, const struct kv_tiers_event *ev, size_t n);
 /* bt_registry_cfg.changed; arg is the struct kn_serve. */
 void kn_store_members(void *arg, struct bt_members *take_members);
-/* When the engine has stopped and no registry calls any more; then kn_tiers_close, and close. */
+/* When the engine has stopped and no registry calls any more; stop, then close, then
+ * kn_tiers_close. */
 void kn_store_stop(struct kn_serve *s);
 void kn_store_close(struct kn_serve *s);
 void kn_store_status(struct kn_serve *s, Baton__V1__NodeStatus *m);

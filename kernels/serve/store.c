@@ -41,7 +41,9 @@ int kn_store_open(struct kn_serve *s, struct bt_err *err)
     if (rc < 0) {
         return rc;
     }
-    __atomic_store_n(&s->blockmap, bm, __ATOMIC_RELEASE);
+    pthread_mutex_lock(&s->blockmap_lock);
+    s->blockmap = bm;
+    pthread_mutex_unlock(&s->blockmap_lock);
     rc = kv_server_create(&sc, &s->blocks, err);
     if (rc < 0) {
         return rc;
@@ -64,9 +66,11 @@ int kn_store_open(struct kn_serve *s, struct bt_err *err)
 /* [tier-event] */
 void kn_store_events(struct kn_serve *s, const struct kv_tiers_event *ev, size_t n)
 {
-    if (__atomic_load_n(&s->blockmap, __ATOMIC_ACQUIRE)) {
+    pthread_mutex_lock(&s->blockmap_lock);
+    if (s->blockmap) {
         kv_announce_events(s->blockmap, s->tiers, ev, n);
-    } /* else it lists everything when it starts */
+    } /* else it lists everything when it starts, or is gone */
+    pthread_mutex_unlock(&s->blockmap_lock);
 }
 
 /* [redis] */
@@ -93,8 +97,14 @@ void kn_store_stop(struct kn_serve *s)
 
 void kn_store_close(struct kn_serve *s)
 {
-    bt_blockmap_destroy(s->blockmap);
+    struct bt_blockmap *bm;
+
+    /* Its thread lists the tiers and theirs tell it of changes: neither may outlive the other. */
+    pthread_mutex_lock(&s->blockmap_lock);
+    bm = s->blockmap;
     s->blockmap = NULL;
+    pthread_mutex_unlock(&s->blockmap_lock);
+    bt_blockmap_destroy(bm);
 }
 
 void kn_store_status(struct kn_serve *s, Baton__V1__NodeStatus *m)

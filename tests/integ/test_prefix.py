@@ -74,7 +74,7 @@ def test_turns_on_one_node(cluster, plain, sampling):
 
 def test_turns_through_both_nodes(cluster, plain):
     """The prefill node has the prompts of earlier turns; what the decode node answered it computes."""
-    c = cluster(node_args=["--store.share=off"])
+    c = cluster()
     before = c.status("prefill-0").tokens_computed
     turns = chat(c, 2, DIRECT)
     total = 0

@@ -70,11 +70,11 @@ def test_many_at_once_over_two_daemons(cluster):
 @pytest.mark.parametrize("percent", [10, 50, 90])
 def test_KVX_01_daemon_killed_at(cluster, percent, daemons):
     """The prompt goes another way; no token is lost or comes twice (Answer checks offsets)."""
-    c = cluster("slow", kvstore=daemons, node_args=["--engine.max_batch_tokens=64", "--store.share=off"])
+    c = cluster("slow", kvstore=daemons, node_args=["--engine.max_batch_tokens=64"])
     c.allow("handoff_silent", "level=warn event=handoff", "level=warn event=relay")
     n = 1500
     want = ask(c, n, LOCAL).tokens
-    # Nothing lies in the pool of P yet and it asks nobody, so its progress is the transfer's.
+    # Nothing lies in the pool of P yet, so its progress is the transfer's.
     before = c.status("prefill-0").tokens_computed
     answer, done = Answer(), threading.Event()
 

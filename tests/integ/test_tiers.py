@@ -345,7 +345,7 @@ def test_rounds_of_aborts_evictions_restarts(cluster, plain, tmp_path):
 def test_answers_are_found_on_the_other_node(cluster, plain):
     """A chat through P and D: the next turn's prefill node brings the answer's blocks from the decode
     node, and what it computed itself is not sent to D again."""
-    c = cluster(model="slow", prefill=1, decode=1, node_args=tiers("256M"))
+    c = cluster(model="slow", prefill=1, decode=1, node_args=[*tiers("256M"), "--store.enabled=on"])
     prompt, known = ids(77, 3 * BLOCK), 0
     for turn in range(4):
         want = known // BLOCK * BLOCK
@@ -368,7 +368,8 @@ def test_answers_are_found_on_the_other_node(cluster, plain):
 
 def test_a_node_that_dies_takes_its_blocks_along(cluster, plain):
     """What others had is brought while they live; when they die in between it is computed."""
-    c = cluster(model="slow", prefill=0, decode=3, role="both", node_args=tiers("256M"))
+    c = cluster(model="slow", prefill=0, decode=3, role="both",
+                node_args=[*tiers("256M"), "--store.enabled=on"])
     c.allow("event=session", "event=retry", "peer", "lost", "event=node", "store", "event=link")
     prompt = ids(5, 700)
     for turn in range(9):
