@@ -14,6 +14,7 @@
 #define KN_CORE_DEVICE_H
 
 #include "common/mem/mem.h"
+#include "kernels/core/device_load.h"
 #include "kernels/core/ops.h"
 
 #define KN_DEVICE_ABI 1
@@ -116,11 +117,5 @@ struct kn_device_ops {
 #define KN_CUDA_MODULE "baton-cuda.so"
 #define KN_CUDA_ENTRY  "kn_cuda_get"
 typedef const struct kn_device_ops *(*kn_device_get)(uint32_t abi);
-
-/* Loads the CUDA module, once. `path` NULL: beside the program, then in the library folder of the
- * installation. BT_E_UNAVAILABLE where there is no module or no /dev/nvidia*; says which. */
-int kn_device_load(const char *path,
-                   const struct kn_device_ops **ret,
-                   struct bt_err *err) BT_MUST_USE;
 
 #endif

@@ -9,10 +9,10 @@
  * which an output element is summed does not depend on the other rows.
  *
  * Before it waits for the kernel before it, a block fills its ring with weights: memory stays busy
- * while sums meet and short kernels run. It lets the next kernel start when its own weights are read:
- * memory gives its full rate to few streams with long runs of each row in flight (8 to 12 stages,
- * filled 2 or 4 at a time), and far less to many: 4.3 TB/s against 2.8 (gate and up, 8 rows, H200).
- * Asking for more weights ahead of time into the second-level cache made whole steps slower.
+ * while sums meet and short kernels run. Memory gives its full rate to few streams with long runs of
+ * each row in flight (8 to 12 stages, filled 2 or 4 at a time), and far less to many: 4.3 TB/s
+ * against 2.8 (gate and up, 8 rows, H200). Asking for more weights ahead of time into the
+ * second-level cache made whole steps slower.
  *
  * What follows the product is folded in: bias, residual, SwiGLU (gate and up rows share a block), or
  * norms, rotary embedding and cache write of the heads. */
@@ -249,6 +249,7 @@ __global__ void __launch_bounds__(Sizes<NB, WGS>::CONSUMERS + 32)
     int c0 = (int)((long)a.chunks * rank / split), c1 = (int)((long)a.chunks * (rank + 1) / split);
     int rows = a.rows - b0 < NB ? a.rows - b0 : NB;
 
+    let_next();
     if (threadIdx.x == 0) {
         for (int i = 0; i < a.stages; i++) {
             barrier_init(&ring.full[i], 1);
@@ -263,8 +264,6 @@ __global__ void __launch_bounds__(Sizes<NB, WGS>::CONSUMERS + 32)
     } else {
         consume<T, NB, WGS>(a, ring, stages, c1 - c0, part);
         consumers_sync<S::CONSUMERS>();
-        if (threadIdx.x == 0) // the first call of a block counts; sooner, two would stream at once
-            let_next();
     }
     if (split > 1)
         cluster_sync();

@@ -12,6 +12,7 @@
 #include "common/obs/log.h"
 #include "common/thr/thread.h"
 #include "common/thr/time.h"
+#include "kernels/core/device.h"
 
 #include <poll.h>
 #include <stdio.h>
@@ -334,8 +335,10 @@ static int create_pool(struct kn_engine *e, struct bt_err *err)
                           .n_kv_heads = mc->n_kv_heads,
                           .head_dim = mc->head_dim,
                           .page_tokens = e->cfg.page_tokens,
-                          .dtype = e->cfg.kv_dtype,
+                          .dtype =
+                              e->cfg.device ? kn_model_device_kv(e->cfg.file) : e->cfg.kv_dtype,
                           .n_pages = 1};
+    const struct bt_mem_ops *mem = e->cfg.mem ? e->cfg.mem : &bt_mem_host;
     size_t n, tokens;
     int rc = kv_layout_init(&l, err);
 
@@ -354,10 +357,16 @@ static int create_pool(struct kn_engine *e, struct bt_err *err)
     }
     tokens = n * (size_t)l.page_tokens;
     e->max_tokens = (uint32_t)BT_MIN((size_t)e->max_ctx, tokens);
+    if (e->cfg.device && e->cfg.keeper) {
+        return BT_FAIL(err, BT_E_UNSUPPORTED, "the keeper does not hold device memory yet");
+    }
     if (e->cfg.keeper && e->cfg.block_tokens > 0) {
         return kn_keep_pool(e, &l, err);
     }
-    return kv_pool_create(&l, e->cfg.mem ? e->cfg.mem : &bt_mem_host, "baton-kv", &e->pool, err);
+    if (e->cfg.device) {
+        mem = e->cfg.device->mem;
+    }
+    return kv_pool_create(&l, mem, "baton-kv", &e->pool, err);
 }
 
 static int create_exec(struct kn_engine *e, struct bt_err *err)
@@ -369,7 +378,9 @@ static int create_exec(struct kn_engine *e, struct bt_err *err)
                   .max_batch_tokens = e->cfg.max_batch_tokens,
                   .max_batch_seqs = e->cfg.max_running,
                   .max_outputs = BT_MIN(e->cfg.max_running, e->cfg.max_batch_tokens),
-                  .max_ctx = e->max_ctx},
+                  .max_ctx = e->max_ctx,
+                  .device = e->cfg.device,
+                  .page_tokens = e->cfg.page_tokens},
         .pool = e->pool,
     };
 

@@ -27,6 +27,8 @@
 
 struct kv_keeper;
 
+struct kn_device_ops;
+
 enum kn_leg { KN_LEG_LOCAL, KN_LEG_PREFILL, KN_LEG_DECODE };
 enum kn_finish { KN_FINISH_NONE, KN_FINISH_STOP, KN_FINISH_LENGTH };
 
@@ -72,8 +74,10 @@ struct kn_note {
 };
 
 struct kn_engine_cfg {
-    const struct bt_model_file *file; /* borrowed, outlives the engine */
-    const struct bt_mem_ops *mem;     /* of the pool */
+    const struct bt_model_file *file;   /* borrowed, outlives the engine */
+    const struct bt_mem_ops *mem;       /* of the pool */
+    const struct kn_device_ops *device; /* NULL = CPU; else pool and its dtype are the device's, and
+                                           neither keeper nor handoff can be used */
     /* With prefix reuse: the pool's memory comes from here and outlives the process; blocks that a
      * predecessor sealed in it are adopted. Borrowed, not started yet; NULL = none. */
     struct kv_keeper *keeper;

@@ -123,6 +123,11 @@ static enum bt_dtype device_dtype(const struct bt_model_file *file)
     return t && t->dtype == BT_DTYPE_F16 ? BT_DTYPE_F16 : BT_DTYPE_BF16;
 }
 
+enum kv_dtype kn_model_device_kv(const struct bt_model_file *file)
+{
+    return device_dtype(file) == BT_DTYPE_F16 ? KV_DTYPE_F16 : KV_DTYPE_BF16;
+}
+
 static int create_on_device(struct kn_model *m, struct bt_err *err)
 {
     const struct bt_model_config *c = bt_model_config(m->cfg.file);

@@ -36,6 +36,8 @@ int kn_model_create(const struct kn_model_cfg *cfg,
                     struct bt_err *err) BT_MUST_USE;
 void kn_model_destroy(struct kn_model *m);
 const struct bt_model_config *kn_model_config(const struct kn_model *m);
+/* Dtype of K and V where this model runs on a device: that of its weights. */
+enum kv_dtype kn_model_device_kv(const struct bt_model_file *file);
 /* Numerics id: "cpu/<isa>/<precision>/<op version>", "cuda/..."; static string. Bits are equal
  * within one id.
  */

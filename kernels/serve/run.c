@@ -11,6 +11,7 @@
 #include "common/obs/log.h"
 #include "common/thr/thread.h"
 #include "common/thr/time.h"
+#include "kernels/core/device_load.h"
 #include "kvstore/keeper/client.h"
 #include "proto/descriptor.h"
 
@@ -22,6 +23,7 @@
 #define CANCEL_LIMIT_NS (30 * BT_NS_PER_S)  /* for the proofs after the drain limit */
 #define SHUTDOWN_NS     (1 * BT_NS_PER_S)   /* for the last messages to routers */
 
+const char *const kn_serve_devices[] = {"auto", "cpu", "cuda", NULL};
 const char *const kn_serve_isas[] = {"auto", "ref", "avx2", "avx512", "amx", NULL};
 const char *const kn_serve_brings[] = {"cheaper", "always", NULL};
 const char *const kn_serve_kv_dtypes[] = {"f16", "f32", NULL};
@@ -237,6 +239,22 @@ static int start_keeper(struct kn_serve *s, struct bt_err *err)
     return kv_keeper_start(s->keeper, err);
 }
 
+/* NULL = CPU. A device that is asked for by name must be there. */
+static int open_device(struct kn_serve *s, const struct kn_device_ops **ret, struct bt_err *err)
+{
+    *ret = NULL;
+    if (strcmp(kn_serve_devices[s->conf->device], "cuda") != 0) {
+        return BT_OK;
+    }
+    if (!s->role->takes[KN_LEG_LOCAL]) {
+        return BT_FAIL(err, BT_E_UNSUPPORTED,
+                       "engine.device=cuda: pages on a device cannot be handed over yet, and a %s "
+                       "node does nothing else",
+                       s->role->name);
+    }
+    return kn_device_load(NULL, ret, err);
+}
+
 static int open_engine(struct kn_serve *s, struct bt_err *err)
 {
     const struct kn_serve_conf *c = s->conf;
@@ -275,8 +293,9 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
         .max_open = (uint32_t)(c->max_running + c->max_waiting),
         .max_inflight_bytes = 32u << 20,
     };
-    int rc = kn_cache_init(s, err);
+    int rc = open_device(s, &ec.device, err);
 
+    rc = rc < 0 ? rc : kn_cache_init(s, err);
     rc = rc < 0 ? rc : open_keeper(s, err);
     ec.keeper = s->keeper;
     rc = rc < 0 ? rc : kn_engine_create(&ec, &s->engine, err);
@@ -286,13 +305,15 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
     }
     kv_layout_digest(kv_pool_layout(kn_engine_pool(s->engine)), s->kv_format);
     rc = make_compat(s, s->self.compat, err);
-    if (rc == BT_OK && s->role->handoffs) {
+    if (rc == BT_OK && s->role->handoffs && !ec.device) {
         memcpy(hc.compat, s->self.compat, sizeof(hc.compat));
         hc.pool = kn_engine_pool(s->engine);
         rc = kv_handoff_create(&hc, &s->handoff, err);
     }
-    rc = rc < 0 ? rc : kn_tiers_open(s, err);
-    rc = rc < 0 ? rc : kn_store_open(s, err);
+    if (!ec.device) { /* they read the pool by the CPU */
+        rc = rc < 0 ? rc : kn_tiers_open(s, err);
+        rc = rc < 0 ? rc : kn_store_open(s, err);
+    }
     if (rc == BT_OK) {
         rc = kn_engine_start(s->engine, s->handoff, err);
     }

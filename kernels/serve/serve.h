@@ -26,6 +26,7 @@ struct kn_serve_conf {
     int64_t threads, page_tokens, max_batch_tokens, max_running, max_waiting, max_ctx;
     int64_t block_tokens;
     int isa, kv_dtype, bring; /* kn_serve_isas, kn_serve_kv_dtypes, kn_serve_brings */
+    int device;               /* kn_serve_devices */
     bool prefix_cache;
     uint64_t pool_bytes, max_queued_bytes;
     char *keeper_socket;
@@ -36,6 +37,7 @@ struct kn_serve_conf {
 };
 
 extern const char *const kn_serve_isas[];
+extern const char *const kn_serve_devices[];   /* auto, cpu, cuda */
 extern const char *const kn_serve_brings[];    /* cheaper, always */
 extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype */
 
@@ -68,6 +70,9 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
                     "Threads that compute; 0 = as many as this process may use."),                 \
         BT_CONF_ENUM(S, f.isa, "engine.isa", "auto", kn_serve_isas,                                \
                      "Instruction set of the CPU back end."),                                      \
+        BT_CONF_ENUM(S, f.device, "engine.device", "auto", kn_serve_devices,                       \
+                     "Where the model runs: cuda (without handoffs yet), cpu, or auto, which is "  \
+                     "cpu until pages on a device can be handed over."),                           \
         BT_CONF_INT(S, f.page_tokens, "engine.page_tokens", "16", 8, 256,                          \
                     "Tokens a KV page holds; a power of two."),                                    \
         BT_CONF_BOOL(S, f.prefix_cache, "engine.prefix_cache", "on",                               \
