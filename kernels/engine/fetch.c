@@ -13,6 +13,10 @@
  * computed and the rest is computed. A load that is late beyond what computing would cost is given
  * up.
  *
+ * Overtaking. What stands behind the blocks may be computed while they come, in a step that takes
+ * at least as long as their loads are estimated to need yet: it waits for the loads layer by layer,
+ * and counts if they all come whole.
+ *
  * Threads: everything runs on the engine's, except the `done` and `progress` of finds and loads,
  * which only post. */
 #include "kernels/engine/scheduler_int.h"
@@ -447,15 +451,19 @@ static bool layer_ready(const struct kn_sched *sched, const struct kn_seq *s, in
 {
     bool all = layer == kv_pool_layout(sched->cfg.pool)->n_layers;
 
-    for (uint32_t i = 0; i < s->n_parts && !s->load_void; i++) {
+    bool ready = true;
+
+    for (uint32_t i = 0; i < s->n_parts; i++) {
         const struct kn_part *part = &s->parts[i];
 
-        if (part->n_wanted > 0 && !load_is_done(part) &&
-            (all || layers_ready(part) <= (uint32_t)layer)) {
-            return false;
+        if (part->n_wanted > 0 && !load_is_done(part)) {
+            ready &= !all && layers_ready(part) > (uint32_t)layer;
+            if (atomic_load_explicit(&part->load.n_good, memory_order_acquire) < part->n_wanted) {
+                return true; /* the row is lost: nothing to wait for */
+            }
         }
     }
-    return true;
+    return ready || s->load_void;
 }
 
 bool kn_sched_layer_ready(const struct kn_sched *sched, const struct kn_step_plan *plan, int layer)
