@@ -314,6 +314,11 @@ static int read_place(const char *address, struct place *ret_place, struct bt_er
 
 int bt_cluster_conf_check(const struct bt_cluster_conf *conf, struct bt_err *err)
 {
+    const struct {
+        const char *name, *path;
+    } tls[] = {{"redis.tls_ca", conf->redis_tls_ca},
+               {"redis.tls_cert", conf->redis_tls_cert},
+               {"redis.tls_key", conf->redis_tls_key}};
     struct place p;
     int rc;
 
@@ -329,7 +334,17 @@ int bt_cluster_conf_check(const struct bt_cluster_conf *conf, struct bt_err *err
         return BT_FAIL(err, BT_E_CONFIG, "redis.user without redis.password");
     }
     rc = read_place(conf->redis_address, &p, err);
-    return rc == BT_OK && p.tls ? redis_tls_check(conf, err) : rc;
+    if (rc < 0 || p.tls) {
+        return rc < 0 ? rc : redis_tls_check(conf, err);
+    }
+    for (size_t i = 0; i < BT_ARRAY_LEN(tls); i++) {
+        if (tls[i].path && tls[i].path[0]) { /* nobody is to believe that this is encrypted */
+            return BT_FAIL(err, BT_E_CONFIG,
+                           "%s = %.60s, but redis.address = %.60s is without TLS (rediss://)",
+                           tls[i].name, tls[i].path, conf->redis_address);
+        }
+    }
+    return BT_OK;
 }
 
 /* Starts connecting and waits until the socket says how it went. */

@@ -383,6 +383,21 @@ static int join(struct kn_serve *s, struct bt_err *err)
     return bt_registry_create(&rc, &s->registry, err);
 }
 
+/* Who asks for sharing is not to go without it unnoticed. */
+static int check_store_needs(const struct kn_serve_conf *c, struct bt_err *err)
+{
+    const char *without = !c->cluster.redis_address[0] ? "redis.address empty"
+                          : !c->prefix_cache           ? "engine.prefix_cache = off"
+                          : c->tiers.host_bytes == 0   ? "tier.host_bytes = 0"
+                                                       : NULL;
+
+    return without ? BT_FAIL(err, BT_E_CONFIG,
+                             "store.enabled = on with %s: blocks are shared out of the tiers of "
+                             "prefix reuse, and found through Redis",
+                             without)
+                   : BT_OK;
+}
+
 static int check_conf(struct kn_serve *s, struct bt_err *err)
 {
     const struct kn_serve_conf *c = s->conf;
@@ -396,6 +411,12 @@ static int check_conf(struct kn_serve *s, struct bt_err *err)
     }
     if (rc == BT_OK && c->store) {
         rc = bt_node_check_listen(&c->common, "store.listen", c->store_listen, err);
+    }
+    if (rc == BT_OK) {
+        rc = kv_tiers_conf_check(&c->tiers, err);
+    }
+    if (rc == BT_OK && c->store) {
+        rc = check_store_needs(c, err);
     }
     if (rc == BT_OK && !bt_member_name_ok(bt_str_of(s->name))) {
         rc = BT_FAIL(err, BT_E_CONFIG, "name = %s: letters, digits, '-', '_', '.' only", s->name);

@@ -541,6 +541,7 @@ void kv_keeperd_stop(struct kv_keeperd *k)
 static int take_path(struct kv_keeperd *k, struct bt_err *err)
 {
     char lock[sizeof(k->path) + 8];
+    struct stat st;
 
     snprintf(lock, sizeof(lock), "%s.lock", k->path);
     k->lock_fd = open(lock, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
@@ -549,6 +550,10 @@ static int take_path(struct kv_keeperd *k, struct bt_err *err)
     }
     if (flock(k->lock_fd, LOCK_EX | LOCK_NB) != 0) {
         return BT_FAIL(err, BT_E_EXISTS, "another keeper serves %.100s", k->path);
+    }
+    if (lstat(k->path, &st) == 0 && !S_ISSOCK(st.st_mode)) {
+        return BT_FAIL(err, BT_E_CONFIG, "socket = %.100s: there is something else than a socket",
+                       k->path);
     }
     if (unlink(k->path) != 0 && errno != ENOENT) {
         return BT_FAIL_SYS(err, BT_E_SYS, "%.100s", k->path);

@@ -427,6 +427,9 @@ static int check_conf(struct store *s, struct bt_err *err)
     if (rc == BT_OK) {
         rc = bt_node_check_listen(&c->common, "store.listen", c->store_listen, err);
     }
+    if (rc == BT_OK) {
+        rc = kv_tiers_conf_check(&c->tiers, err);
+    }
     if (rc == BT_OK && !bt_member_name_ok(bt_str_of(s->name))) {
         rc = BT_FAIL(err, BT_E_CONFIG, "name = %s: letters, digits, '-', '_', '.' only", s->name);
     }

@@ -53,6 +53,10 @@ int kv_disk_open(const char *path, struct kv_disk **ret_disk, struct bt_err *err
         return BT_FAIL(err, BT_E_NOMEM, "disk tier: no memory");
     }
     d->dir = fd;
+    if (faccessat(fd, ".", W_OK | X_OK, AT_EACCESS) != 0) {
+        BT_WARN("tier_disk", "msg=\"nothing can be written to tier.disk_path = %s\" reason=\"%s\"",
+                path, strerror(errno));
+    }
     *ret_disk = d;
     return BT_OK;
 }
@@ -253,12 +257,18 @@ void kv_disk_remove(struct kv_disk *d, const struct kv_disk_name *name)
 int kv_disk_open_file(struct kv_disk *d, const struct kv_disk_name *name, int *ret_fd)
 {
     char path[PATH_LEN];
+    struct stat st;
     int fd;
 
     file_path(name, "", path);
-    fd = openat(d->dir, path, O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
+    /* Not to wait for the other end of a pipe that somebody has put there. */
+    fd = openat(d->dir, path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0) {
         return rc_of(errno);
+    }
+    if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
+        close(fd);
+        return BT_E_CORRUPT;
     }
     *ret_fd = fd;
     return BT_OK;
@@ -365,7 +375,7 @@ static int check_file(struct kv_disk *d,
     if (rc < 0) {
         return rc;
     }
-    if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode) || st.st_size < (off_t)n) {
+    if (fstat(fd, &st) != 0 || st.st_size < (off_t)n) {
         close(fd);
         return BT_E_CORRUPT;
     }

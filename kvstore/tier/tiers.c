@@ -4,6 +4,7 @@
 #include "kvstore/tier/tiers_int.h"
 
 #include <stdlib.h>
+#include <unistd.h>
 
 #define SHARE_BYTES (4u << 20)
 #define HOST_START  0.25 /* ns a byte until measured: 4 GB/s */
@@ -78,6 +79,28 @@ void *kv_teller_run(void *tiers)
 
 /* ---- life ---- */
 
+int kv_tiers_conf_check(const struct kv_tiers_conf *c, struct bt_err *err)
+{
+    uint64_t memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    bool has_path = c->disk_path && c->disk_path[0];
+
+    if (has_path && c->host_bytes == 0) {
+        return BT_FAIL(err, BT_E_CONFIG,
+                       "tier.disk_path = %.100s with tier.host_bytes = 0: blocks reach the disk "
+                       "through host memory",
+                       c->disk_path);
+    }
+    if (has_path && c->disk_bytes == 0) {
+        return BT_FAIL(err, BT_E_CONFIG, "tier.disk_path = %.100s with tier.disk_bytes = 0",
+                       c->disk_path);
+    }
+    if (c->host_bytes > memory) {
+        return BT_FAIL(err, BT_E_CONFIG, "tier.host_bytes = %llu: this machine's memory has %llu",
+                       (unsigned long long)c->host_bytes, (unsigned long long)memory);
+    }
+    return BT_OK;
+}
+
 static int check(const struct kv_tiers_cfg *cfg, struct bt_err *err)
 {
     const struct kv_tiers_conf *c = cfg->conf;
@@ -98,7 +121,11 @@ static int check(const struct kv_tiers_cfg *cfg, struct bt_err *err)
     if (cfg->key_bits < 0 || cfg->key_bits > 128) {
         return BT_FAIL(err, BT_E_CONFIG, "a key has 1 to 128 bits, not %d", cfg->key_bits);
     }
-    return BT_OK;
+    if (s->n_layers > 0 && c->disk_path && c->disk_path[0] && kv_blob_bytes(s) > c->disk_bytes) {
+        return BT_FAIL(err, BT_E_CONFIG, "tier.disk_bytes is %llu, a block alone has %zu",
+                       (unsigned long long)c->disk_bytes, kv_blob_bytes(s));
+    }
+    return kv_tiers_conf_check(c, err);
 }
 
 static void init_sync(struct kv_tiers *t)

@@ -74,6 +74,9 @@ struct kv_tiers_cfg {
     void *arg;
 };
 
+/* Do the options make sense together, and on this machine? BT_E_CONFIG names both fields. For who
+ * does not call create when host_bytes is 0. */
+int kv_tiers_conf_check(const struct kv_tiers_conf *conf, struct bt_err *err) BT_MUST_USE;
 /* Allocates the region, locks the directory, starts the threads; reading in the directory goes on
  * behind it. BT_E_CONFIG: no tiers by configuration, shape out of limits or larger than the region,
  * the directory is no directory or another process has it. */

@@ -494,6 +494,13 @@ static void test_bad_addresses(void **state)
     c.redis_user = (char *)"somebody";
     assert_int_equal(bt_cluster_conf_check(&c, &err), BT_E_CONFIG);
     assert_non_null(strstr(err.msg, "redis.password"));
+    /* Certificates beside an address without TLS: nobody is to believe that it is encrypted. */
+    c = conf;
+    c.redis_address = (char *)"127.0.0.1:6379";
+    c.redis_tls_ca = (char *)"/some/ca.pem";
+    assert_int_equal(bt_cluster_conf_check(&c, &err), BT_E_CONFIG);
+    assert_non_null(strstr(err.msg, "redis.tls_ca = /some/ca.pem"));
+    assert_non_null(strstr(err.msg, "redis.address = 127.0.0.1:6379"));
 }
 
 /* With hiredis_ssl a real server with a certificate; without, refused at start with the reason. */

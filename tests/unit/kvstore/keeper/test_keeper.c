@@ -842,6 +842,29 @@ static void test_one_keeper_a_socket(void **state)
     kv_keeperd_destroy(NULL);
 }
 
+/* A path that somebody has mistyped: what lies there is not the keeper's to remove. */
+static void test_a_file_in_the_way_stays(void **state)
+{
+    struct kv_keeperd *k;
+    struct bt_err err;
+    int fd = open(path, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    struct stat st;
+
+    assert_true(fd >= 0);
+    assert_int_equal(write(fd, "mine", 4), 4);
+    close(fd);
+    assert_int_equal(kv_keeperd_create(&usual, &k, &err), BT_E_CONFIG);
+    assert_non_null(strstr(err.msg, path));
+    assert_int_equal(lstat(path, &st), 0);
+    assert_true(S_ISREG(st.st_mode) && st.st_size == 4);
+    assert_int_equal(unlink(path), 0);
+    assert_int_equal(symlink("/dev/null", path), 0);
+    assert_int_equal(kv_keeperd_create(&usual, &k, &err), BT_E_CONFIG);
+    assert_int_equal(unlink(path), 0);
+    assert_int_equal(kv_keeperd_create(&usual, &k, &err), BT_OK);
+    kv_keeperd_destroy(k);
+}
+
 static void test_bad_arguments(void **state)
 {
     char long_path[200];
@@ -956,6 +979,7 @@ int main(void)
         cmocka_unit_test_teardown(test_too_late, end_children),
         cmocka_unit_test_teardown(test_keeper_hangs, end_children),
         cmocka_unit_test_teardown(test_one_keeper_a_socket, end_children),
+        cmocka_unit_test_teardown(test_a_file_in_the_way_stays, end_children),
         cmocka_unit_test_teardown(test_bad_arguments, end_children),
         cmocka_unit_test_teardown(test_foreign_user, end_children),
     };

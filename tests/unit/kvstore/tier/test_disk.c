@@ -422,6 +422,36 @@ static void test_config_errors(void **state)
     assert_int_equal(kv_tiers_create(&cfg, &t, &err), BT_E_CONFIG);
 }
 
+static void test_options_that_contradict(void **state)
+{
+    static const struct {
+        struct kv_tiers_conf conf;
+        const char *says[2];
+    } cases[] = {
+        {{.host_bytes = 0, .disk_path = (char *)(uintptr_t) "/x", .disk_bytes = 1 << 20},
+         {"tier.disk_path = /x", "tier.host_bytes = 0"}},
+        {{.host_bytes = 1 << 20, .disk_path = (char *)(uintptr_t) "/x"},
+         {"tier.disk_path = /x", "tier.disk_bytes = 0"}},
+        {{.host_bytes = UINT64_C(1) << 60}, {"tier.host_bytes = 1152921504606846976", "memory"}},
+    };
+    struct kv_tiers_conf good = {.host_bytes = 0, .disk_path = (char *)(uintptr_t) ""};
+    struct kv_tiers_conf small = {
+        .host_bytes = 1 << 20, .disk_path = (char *)(uintptr_t) "/x", .disk_bytes = 1000};
+    struct kv_tiers_cfg cfg = {.conf = &small, .shape = {1, BLOCK, 4096}};
+    struct kv_tiers *t;
+    struct bt_err err = {0};
+
+    for (size_t i = 0; i < BT_ARRAY_LEN(cases); i++) {
+        assert_int_equal(kv_tiers_conf_check(&cases[i].conf, &err), BT_E_CONFIG);
+        assert_non_null(strstr(err.msg, cases[i].says[0]));
+        assert_non_null(strstr(err.msg, cases[i].says[1]));
+    }
+    assert_int_equal(kv_tiers_conf_check(&good, &err), BT_OK);
+    assert_int_equal(kv_tiers_create(&cfg, &t, &err), BT_E_CONFIG);
+    assert_non_null(strstr(err.msg, "tier.disk_bytes is 1000"));
+    assert_non_null(strstr(err.msg, "4096"));
+}
+
 /* Killed while it writes: what is there afterwards is whole, and nothing else is left. */
 static void test_TIER_01_killed_while_writing(void **state)
 {
@@ -569,6 +599,35 @@ static void test_TIER_01_damaged_before_the_start(void **state)
     assert_int_equal(files_of(w.dir, ".kv", NULL, NULL), 4);
     assert_int_equal(take_chain(&w, &c), 4);
     assert_int_equal(access(path, F_OK), 0);
+    world_free(&w);
+}
+
+/* Under a block's name lies something that is no file: nobody waits for its other end. */
+static void test_TIER_01_pipes_and_links(void **state)
+{
+    struct world w;
+    struct chain c;
+    char path[3][512];
+    struct stat st;
+
+    world_on_disk(&w, &c, 8);
+    for (uint32_t i = 0; i < 3; i++) {
+        file_of(&w, &c, 4 + i, path[i], sizeof(path[i]));
+        assert_int_equal(unlink(path[i]), 0);
+    }
+    assert_int_equal(mkfifo(path[0], 0600), 0);
+    assert_int_equal(symlink("/dev/zero", path[1]), 0);
+    assert_int_equal(take_chain(&w, &c), 4); /* while it runs */
+    world_stop(&w);
+    unlink(path[0]);
+    unlink(path[1]);
+    assert_int_equal(mkfifo(path[0], 0600), 0);
+    assert_int_equal(symlink("/dev/zero", path[1]), 0);
+    world_start(&w);
+    assert_int_equal(disk(&w).n_blocks, 5);
+    assert_int_equal(take_chain(&w, &c), 4);
+    assert_int_not_equal(lstat(path[0], &st), 0);
+    assert_int_not_equal(lstat(path[1], &st), 0);
     world_free(&w);
 }
 
@@ -983,9 +1042,11 @@ int main(void)
         cmocka_unit_test(test_TIER_05_restart_tells_again),
         cmocka_unit_test(test_one_process_a_directory),
         cmocka_unit_test(test_config_errors),
+        cmocka_unit_test(test_options_that_contradict),
         cmocka_unit_test(test_TIER_01_killed_while_writing),
         cmocka_unit_test(test_TIER_01_damaged_files),
         cmocka_unit_test(test_TIER_01_damaged_before_the_start),
+        cmocka_unit_test(test_TIER_01_pipes_and_links),
         cmocka_unit_test(test_TIER_01_other_layout),
         cmocka_unit_test(test_TIER_01_input_output_error),
         cmocka_unit_test(test_TIER_01_full_disk),
