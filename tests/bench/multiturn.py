@@ -5,8 +5,8 @@ text cut by its tokenizer. For every place (engine pool, host memory, disk, stor
 side by side, one with every cache off; their second turns alternate, so that both see the same noise.
 
   ttft_ms       median; ceiling: the larger of the time to load the history from that tier (its bytes
-                over the measured rate of the tier) and the time to compute the new part (the second turn
-                with the history in the pool, in the same run)
+                over the measured rate of the tier) and the time to compute the new part (another second
+                turn right behind, with the history in the pool)
   on_over_off   time to first token with every cache off, over the one with it on: above 1, the cache wins
 
 `--sweep` moves the length of the new part and the bandwidth of the host tier (throttled) through the
@@ -120,7 +120,8 @@ def open_place(name, o, extra=()):
 
 
 def measure(place, off, chats, suffix, o):
-    on_ms, off_ms, cached = [], [], []
+    """Medians: first token with the history in its place, with caches off, with it in the pool; tokens found."""
+    on_ms, off_ms, pool_ms, cached = [], [], [], []
     for _ in range(o.rounds):
         history = place.first_turn(chats)
         place.push_out(chats)
@@ -136,7 +137,8 @@ def measure(place, off, chats, suffix, o):
             if who is place:
                 cached.append(hit)
         assert len(answers) == 1, "the answer depends on the cache"
-    return statistics.median(on_ms), statistics.median(off_ms), statistics.median(cached)
+        pool_ms.append(ttft(place.client, history + chats.cut(suffix))[0])
+    return [statistics.median(x) for x in (on_ms, off_ms, pool_ms, cached)]
 
 
 def report(o, **line):
@@ -149,21 +151,15 @@ def report(o, **line):
 
 
 def run_places(o, off, chats):
-    computing = {}
     for name in o.places:
         place = open_place(name, o)
         try:
             for suffix in o.suffixes:
-                on, plain, cached = measure(place, off, chats, suffix, o)
-                extra = {}
-                if name == "engine":
-                    computing[suffix] = on
-                elif suffix in computing:
-                    load = place.load_ms(cached)
-                    limit = max(load, computing[suffix])
-                    extra = {"ceiling": "larger of load and new part", "ceiling_value": limit, "ratio": limit / on}
+                on, plain, pool, cached = measure(place, off, chats, suffix, o)
+                limit = max(place.load_ms(cached), pool)
                 case = f"{name} history {o.history} new {suffix}"
-                report(o, case=case, metric="ttft_ms", value=on, unit="ms", **extra)
+                report(o, case=case, metric="ttft_ms", value=on, unit="ms", ceiling="larger of load and new part",
+                       ceiling_value=limit, ratio=limit / on)
                 report(o, case=case, metric="on_over_off", value=plain / on, unit="x")
                 report(o, case=case, metric="cached_tokens", value=cached, unit="tokens")
         finally:
@@ -175,7 +171,7 @@ def run_sweep(o, off, chats):
         place = open_place("host", o, [f"--tier.host_max_rate={rate}M"] if rate else [])
         try:
             for suffix in o.suffixes:
-                on, plain, cached = measure(place, off, chats, suffix, o)
+                on, plain, _, cached = measure(place, off, chats, suffix, o)
                 case = f"sweep host {rate or 'full'} mb_per_s new {suffix}"
                 report(o, case=case, metric="on_over_off", value=plain / on, unit="x")
                 report(o, case=case, metric="cached_tokens", value=cached, unit="tokens")
