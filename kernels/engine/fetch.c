@@ -31,10 +31,13 @@
 #define LOOK_KEEP_NS    (1 * BT_NS_PER_S) /* pins of a request that is not admitted */
 #define LOOK_SHARE      50                /* of the time saved, that waiting for answers may take */
 #define LOOK_MAX_NS     (50 * BT_NS_PER_MS)
-#define LOOK_AGAIN_NS   (BT_NS_PER_MS / 4) /* for the moment to compute behind a load */
-#define LOOK_MIN_NS     (1 * BT_NS_PER_MS)
-#define MAX_REMOTE      2 /* look-ups on other machines for one stay in the queue */
-#define LATE_SHARE      8 /* a load without its first layer may be late by this part of computing */
+#define LOOK_ALWAYS_NS                                                                             \
+    (2 * BT_NS_PER_S)                    /* the same, where blocks are brought whatever it costs   \
+                                          */
+#define LOOK_AGAIN_NS (BT_NS_PER_MS / 4) /* for the moment to compute behind a load */
+#define LOOK_MIN_NS   (1 * BT_NS_PER_MS)
+#define MAX_REMOTE    2 /* look-ups on other machines for one stay in the queue */
+#define LATE_SHARE    8 /* a load without its first layer may be late by this part of computing */
 
 enum { GATE_CALLING, GATE_ANSWERED, GATE_RETURNED, GATE_LOADED };
 
@@ -158,7 +161,7 @@ static void ask_from(struct kn_sched *sched, struct kn_seq *s, uint32_t source)
         }
         saves = kn_rate_ns(&sched->rate, tokens_in(sched, s, first),
                            tokens_in(sched, s, chain.n_blocks));
-        wait = sched->cfg.always_bring ? LOOK_MAX_NS : BT_MIN(saves / LOOK_SHARE, LOOK_MAX_NS);
+        wait = sched->cfg.always_bring ? LOOK_ALWAYS_NS : BT_MIN(saves / LOOK_SHARE, LOOK_MAX_NS);
         if (remote && (s->n_remote_looks >= MAX_REMOTE || !worth_asking(sched, source, saves))) {
             /* Averages of rare answers fade, so that a source that was slow once is asked again. */
             sched->look_ns[source] -= sched->look_ns[source] / 64;
