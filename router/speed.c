@@ -5,7 +5,6 @@
 
 #define FORGET      0.998 /* weight of a step after the next one: 500 steps count */
 #define TRUST       1e4 /* variance of the first guess, relative to it and to the noise of a step */
-#define P_MAX       1e8 /* a direction that nothing excites is not forgotten further */
 #define NOISE_SHARE 0.5 /* of the usual scatter of steps: a ratio within it says nothing */
 #define RATIO_UP    0.25  /* weight of a new step in the ratio */
 #define BUSY_NS     120e9 /* computing that long ago counts 1/e */
@@ -53,6 +52,23 @@ static double expect(const struct rt_speed *s, const double x[RT_SPEED_N])
     return fmax(y, 1e-7);
 }
 
+/* What steps do not tell apart for a long time must not become a matter of their noise. Rows and
+ * columns are scaled together, so that the matrix stays one of variances. */
+static void bound(struct rt_speed *s)
+{
+    for (int i = 0; i < RT_SPEED_N; i++) {
+        double limit = TRUST * guess[i] * guess[i], f;
+
+        if (!(s->p[i][i] <= limit)) {
+            f = s->p[i][i] > 0 ? sqrt(limit / s->p[i][i]) : 0;
+            for (int j = 0; j < RT_SPEED_N; j++) {
+                s->p[i][j] *= f;
+                s->p[j][i] *= f;
+            }
+        }
+    }
+}
+
 /* One step of recursive least squares for x.w = 1, where x is already divided by the time. */
 static void fit(struct rt_speed *s, const double x[RT_SPEED_N])
 {
@@ -72,12 +88,10 @@ static void fit(struct rt_speed *s, const double x[RT_SPEED_N])
     }
     for (int i = 0; i < RT_SPEED_N; i++) {
         for (int j = 0; j < RT_SPEED_N; j++) {
-            double limit = P_MAX * guess[i] * guess[j];
-
             s->p[i][j] = (s->p[i][j] - gain[i] * px[j]) / FORGET;
-            s->p[i][j] = fmin(fmax(s->p[i][j], -limit), limit);
         }
     }
+    bound(s);
 }
 
 void rt_speed_learn(struct rt_speed *s, const struct rt_step *step, uint64_t now_ns)

@@ -99,6 +99,38 @@ static void test_one_kind_alone(void **state)
 
 /* Three times as slow: seen within two seconds, over within two seconds after it is over. A node
  * that hears nothing any more is believed to be its usual self again. */
+/* A node that has only ever seen the same few steps: what they do not tell apart must not make a
+ * whole prompt look like an hour. */
+static void test_few_kinds_of_steps(void **state)
+{
+    static const struct rt_step kinds[] = {
+        {512, 512 * 256.0, 0, 0, 0},
+        {488, 488 * 756.0, 0, 0, 0},
+        {104, 104 * 948.0, 0, 0, 0},
+        {0, 0, 1, 1010, 0},
+    };
+
+    for (uint64_t seed = 1; seed < 20; seed++) {
+        struct machine m = {1e-4, 3e-6, 1e-10, 5e-6, 1e-10, 0.9, seed};
+        uint64_t now = S;
+        struct rt_speed s;
+
+        rt_speed_init(&s);
+        for (int i = 0; i < 8000; i++) {
+            struct rt_step st = kinds[i < 2 ? i : rnd(&m) < 0.04 ? 2 : 3];
+
+            st.seconds = time_of(&m, &st) * (rnd(&m) < 0.05 ? 30 * rnd(&m) : 1);
+            now += S / 10;
+            rt_speed_learn(&s, &st, now);
+            if (i >= 10 && i % 16 == 0) {
+                double whole = rt_speed_prefill(&s, 1000, 0, 512, now);
+
+                assert_true(whole < 1);
+            }
+        }
+    }
+}
+
 static void test_slow_node(void **state)
 {
     struct machine m = cpu;
@@ -176,9 +208,13 @@ static void test_work(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_fits),      cmocka_unit_test(test_one_kind_alone),
-        cmocka_unit_test(test_slow_node), cmocka_unit_test(test_odd_steps),
-        cmocka_unit_test(test_busy),      cmocka_unit_test(test_work),
+        cmocka_unit_test(test_fits),
+        cmocka_unit_test(test_one_kind_alone),
+        cmocka_unit_test(test_few_kinds_of_steps),
+        cmocka_unit_test(test_slow_node),
+        cmocka_unit_test(test_odd_steps),
+        cmocka_unit_test(test_busy),
+        cmocka_unit_test(test_work),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
