@@ -388,6 +388,9 @@ static void client_free(struct kv_client *c)
         bt_mem_private.free(&c->staging);
     }
     ring_free(c->ring);
+    while (c->n_bufs > 0) {
+        free(c->bufs[--c->n_bufs]);
+    }
     pthread_mutex_destroy(&c->lock);
     pthread_cond_destroy(&c->cond);
     free(c->free_slots);

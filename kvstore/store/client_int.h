@@ -44,6 +44,8 @@ struct kv_client {
     struct bt_mem_region staging;
     uint64_t next_req;    /* net */
     struct bt_list loads; /* net: struct pull.link */
+    char *bufs[8];        /* net: of a layer each, the last used on top: still in the cache */
+    uint32_t n_bufs;
 
     pthread_mutex_t lock;  /* what follows */
     pthread_cond_t cond;   /* store-put: work, slots, stop */

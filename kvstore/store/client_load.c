@@ -69,6 +69,23 @@ struct pull {
 static void check_over(struct pull *p);
 static void fail_block(struct pull *p, uint32_t i);
 
+/* ---- buffers of a layer ---- */
+
+static char *buf_get(struct kv_client *c)
+{
+    return c->n_bufs > 0 ? c->bufs[--c->n_bufs] : malloc(c->cfg.shape.layer_bytes);
+}
+
+static void buf_put(struct kv_client *c, struct block *b)
+{
+    if (b->buf && c->n_bufs < BT_ARRAY_LEN(c->bufs)) {
+        c->bufs[c->n_bufs++] = b->buf;
+    } else {
+        free(b->buf);
+    }
+    b->buf = NULL;
+}
+
 /* ---- the end of a fetch ---- */
 
 static void release(struct fetch *f)
@@ -88,7 +105,7 @@ static void release(struct fetch *f)
 }
 
 /* The block is not read any more, and will not be by this fetch. */
-static void leave_fetch(struct block *b)
+static void leave_fetch(struct pull *p, struct block *b)
 {
     struct fetch *f = b->fetch;
 
@@ -98,8 +115,7 @@ static void leave_fetch(struct block *b)
     b->offset = 0;
     free(b->places);
     b->places = NULL;
-    free(b->buf);
-    b->buf = NULL;
+    buf_put(p->client, b);
     if (f && --f->n_left == 0) {
         release(f);
     }
@@ -141,7 +157,7 @@ static void cut(struct pull *p, uint32_t i)
     p->n_good = i;
     for (uint32_t k = i; k < old; k++) {
         if (!p->blocks[k].reading) {
-            leave_fetch(&p->blocks[k]);
+            leave_fetch(p, &p->blocks[k]);
         }
     }
     recount(p);
@@ -210,12 +226,13 @@ static void take_layer(struct pull *p, uint32_t i, uint64_t sum)
     }
     kv_blob_scatter(p->load->pool, p->load->pages + (size_t)i * block_pages, shape->block_tokens,
                     (int)b->layer, b->buf);
+    buf_put(p->client, b);
     p->bytes += shape->layer_bytes;
     b->offset = 0;
     p->n_past += b->layer == p->cur;
     b->layer++;
     if (b->layer == shape->n_layers) {
-        leave_fetch(b);
+        leave_fetch(p, b);
     }
     tell(p);
     check_over(p);
@@ -375,7 +392,7 @@ static void fail_block(struct pull *p, uint32_t i)
 {
     struct block *b = &p->blocks[i];
 
-    leave_fetch(b);
+    leave_fetch(p, b);
     if (i >= p->n_good || p->ending) {
         check_over(p);
         return;
@@ -490,7 +507,8 @@ void kv_client_on_miss(struct kv_client *c, struct kv_link *l, const struct wire
     }
     i = f->idx[m->item];
     if (m->rc == BT_E_EXHAUSTED && (f->n_left > 1 || has_others(l, f))) {
-        leave_fetch(b); /* the holder's limit for us: asked again when something else is through */
+        leave_fetch(f->pull,
+                    b); /* the holder's limit for us: asked again when something else is through */
         return;
     }
     if (m->rc != BT_E_EXHAUSTED) {
@@ -518,7 +536,7 @@ void kv_client_on_data(struct kv_client *c,
         return;
     }
     if (!b->buf) {
-        b->buf = malloc(layer_bytes);
+        b->buf = buf_get(c);
         if (!b->buf) {
             fail_block(f->pull, f->idx[m->item]);
             return;
@@ -601,7 +619,7 @@ static void on_read(void *arg, int rc)
     }
     free(r);
     if (i >= p->n_good) { /* given up meanwhile */
-        leave_fetch(b);
+        leave_fetch(p, b);
         check_over(p);
     } else if (rc == BT_OK && b->offset == p->client->cfg.shape.layer_bytes) {
         take_layer(p, i, b->places[2 * b->layer + 1]);
@@ -634,7 +652,7 @@ static bool read_piece(struct pull *p, struct block *b, size_t *budget)
     uint64_t from = l->base + b->places[2 * b->layer] + b->offset;
 
     if (!b->buf) {
-        b->buf = malloc(layer_bytes);
+        b->buf = buf_get(p->client);
     }
     if (!r || !b->buf) {
         free(r);
