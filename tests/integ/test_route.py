@@ -241,6 +241,7 @@ def test_RTR_02_burst_over_a_shared_prefix(small):
     """Two equal prefill nodes, a long system prompt that all requests share. In a burst neither gets
     much more than half, although one had the prefix first."""
     c = small(prefill=2, decode=1, pool="256M", model="slow")
+    c.allow("event=redis_down")  # all processors are busy
     head = ids(20, 6 * BLOCK)
     for i in range(4):
         ask(c.client, head + ids(100 + i, 100))
