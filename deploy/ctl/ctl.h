@@ -8,6 +8,7 @@
 struct ctl_args {
     const char *command;
     const char *router;
+    const char *node; /* NULL = not given */
     const char *prompt;
     bool chat;
     int64_t max_tokens; /* 0 = to the end of the context */
@@ -26,5 +27,6 @@ int ctl_run(const char *router, const struct ctl_call *c);
 
 int ctl_generate(const struct ctl_args *a);
 int ctl_status(const struct ctl_args *a);
+int ctl_node(const struct ctl_args *a);
 
 #endif

@@ -8,11 +8,14 @@
 static const char usage[] =
     "usage: batonctl generate [--router ADDRESS] [--chat] --prompt TEXT [--max-tokens N]\n"
     "       batonctl status   [--router ADDRESS]\n"
+    "       batonctl node     --node ADDRESS\n"
     "\n"
     "  generate   streams the answer to a prompt to standard output\n"
     "  status     shows the router's model and the table of nodes\n"
+    "  node       shows what a node or a store's daemon says of itself: pages, caches, loads\n"
     "\n"
     "  --router ADDRESS  host:port or unix:/path of a router (default 127.0.0.1:50050)\n"
+    "  --node ADDRESS    address of a node, as status shows it\n"
     "  --chat            the prompt is a user's message, put into the model's own template\n"
     "  --max-tokens N    length of the answer (default: to the end of the context)\n"
     "  --version         shows the version\n";
@@ -34,8 +37,8 @@ static int read_args(int argc, char **argv, struct ctl_args *a)
             a->chat = true;
             continue;
         }
-        if (strcmp(key, "--router") != 0 && strcmp(key, "--prompt") != 0 &&
-            strcmp(key, "--max-tokens") != 0) {
+        if (strcmp(key, "--router") != 0 && strcmp(key, "--node") != 0 &&
+            strcmp(key, "--prompt") != 0 && strcmp(key, "--max-tokens") != 0) {
             return bad("unknown option ", key);
         }
         if (!value) {
@@ -44,6 +47,8 @@ static int read_args(int argc, char **argv, struct ctl_args *a)
         i++;
         if (strcmp(key, "--router") == 0) {
             a->router = value;
+        } else if (strcmp(key, "--node") == 0) {
+            a->node = value;
         } else if (strcmp(key, "--prompt") == 0) {
             a->prompt = value;
         } else if (bt_read_int(bt_str_of(value), 1, UINT32_MAX, &a->max_tokens) < 0) {
@@ -80,6 +85,9 @@ int main(int argc, char **argv)
     }
     if (strcmp(a.command, "status") == 0) {
         return ctl_status(&a);
+    }
+    if (strcmp(a.command, "node") == 0) {
+        return a.node ? ctl_node(&a) : bad("no --node", "");
     }
     return bad("unknown command ", a.command);
 }

@@ -24,6 +24,17 @@ def test_generate_and_status(cluster):
         assert word in out.stdout, out.stdout
 
 
+def test_node(cluster):
+    c = cluster()
+    c.client.generate("The lamp keeper", max_tokens=6)
+    out = ctl("node", "--node", c.procs["prefill-0"].address)
+    assert out.returncode == 0, out.stderr
+    said = dict(line.split(None, 1) if " " in line.strip() else (line, "") for line in out.stdout.splitlines())
+    s = c.status("prefill-0")
+    assert said["name"] == "prefill-0" and int(said["tokens_computed"]) == s.tokens_computed > 0
+    assert int(said["incarnation"], 16) == s.incarnation and int(said["pages_total"]) == s.pages_total
+
+
 def test_errors(cluster):
     c = cluster(prefill=0, decode=0, router_args=["--route.wait=0"])
     at = ["--router", c.procs["router"].address]
@@ -38,7 +49,7 @@ def test_errors(cluster):
 def test_usage():
     assert ctl("--help").returncode == 0
     assert "0." in ctl("--version").stdout
-    for args in ([], ["fly"], ["generate"], ["generate", "--prompt"], ["status", "--colour"],
+    for args in ([], ["fly"], ["generate"], ["generate", "--prompt"], ["status", "--colour"], ["node"],
                  ["generate", "--prompt", "x", "--max-tokens", "many"]):
         out = ctl(*args)
         assert out.returncode == 2 and "usage" in out.stderr, args
