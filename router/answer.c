@@ -1,8 +1,6 @@
 /* The answer of one request. See answer.h. */
 #include "router/answer.h"
 
-#include "common/rpc/server.h"
-
 #include <math.h>
 #include <stdlib.h>
 
@@ -157,7 +155,7 @@ put_logprob(const struct rt_answer *a, const struct rt_token *t, struct logprob_
 }
 
 int rt_answer_send(struct rt_answer *a,
-                   struct bt_rpc_call *call,
+                   struct rt_client *client,
                    const struct rt_token *tokens,
                    Baton__V1__GenerateResponse *m)
 {
@@ -185,7 +183,7 @@ int rt_answer_send(struct rt_answer *a,
         m->n_logprobs = n;
         m->logprobs = ptrs;
     }
-    rc = bt_rpc_call_send(call, &m->base);
+    rc = client->ops->send(client, m);
     free(blocks);
     free(ptrs);
     if (rc == BT_OK) {

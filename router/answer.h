@@ -8,6 +8,7 @@
 #include "common/text/detok.h"
 #include "common/text/stop.h"
 #include "proto/node.pb-c.h"
+#include "router/client.h"
 
 struct rt_top {
     int32_t id;
@@ -63,10 +64,9 @@ int rt_answer_read(const struct rt_answer *a,
 
 /* Completes the client's message with what has been taken since the last time and sends it: ids
  * from n_sent on, text, log probabilities out of `tokens` (those of the ids, in order). The rc is
- * that of bt_rpc_call_send. */
-struct bt_rpc_call;
+ * that of the client's send. */
 int rt_answer_send(struct rt_answer *a,
-                   struct bt_rpc_call *call,
+                   struct rt_client *client,
                    const struct rt_token *tokens,
                    Baton__V1__GenerateResponse *m) BT_MUST_USE;
 

@@ -99,6 +99,7 @@ take_message(struct rt_request *req, const Baton__V1__GenerateRequest *m, struct
     if (!has_seed) {
         req->sampling.s.seed = rt_random(req->router);
     }
+    req->sampling.s.choice = req->client->choice;
     req->client_id = strdup(m->request_id);
     req->cache_salt = strdup(m->cache_salt);
     return req->client_id && req->cache_salt ? BT_OK
@@ -176,7 +177,7 @@ static uint64_t make_claim(void)
 }
 
 int rt_request_begin(struct rt_router *r,
-                     struct bt_rpc_call *call,
+                     struct rt_client *client,
                      const Baton__V1__GenerateRequest *msg,
                      struct bt_err *err)
 {
@@ -187,12 +188,12 @@ int rt_request_begin(struct rt_router *r,
         return BT_FAIL(err, BT_E_NOMEM, "no memory for a request");
     }
     *req = (struct rt_request){.router = r,
-                               .call = call,
+                               .client = client,
                                .state = RT_REQUEST_TOKENIZE,
                                .timer.fn = rt_request_on_timer,
                                .t_start = bt_loop_now(r->loop),
                                .claim = make_claim(),
-                               .deadline_ns = bt_rpc_call_deadline_ns(call)};
+                               .deadline_ns = client->deadline_ns};
     snprintf(req->id, sizeof(req->id), "%016llx", (unsigned long long)rt_random(r));
     bt_list_push_back(&r->requests, &req->link);
     r->n_requests++;
@@ -201,10 +202,10 @@ int rt_request_begin(struct rt_router *r,
         rc = take_prompt(req, msg, err);
     }
     if (rc < 0) {
-        rt_request_closed(req);
+        rt_request_fail_early(req, rc);
         return rc;
     }
-    bt_rpc_call_set_user(call, req);
-    bt_rpc_call_send_headers(call);
+    client->req = req;
+    client->ops->taken(client);
     return BT_OK;
 }

@@ -151,6 +151,78 @@ static const struct bt_conf_opt opts[] = {
                      0,
                      3600000,
                      "How long running requests may go on after SIGTERM."),
+    BT_CONF_ADDR(struct rt_conf,
+                 http.listen,
+                 "http.listen",
+                 "",
+                 "Address of the OpenAI-compatible HTTP port; port 0 picks a free one; empty = "
+                 "off."),
+    BT_CONF_SECRET_STR(struct rt_conf,
+                       http.token,
+                       "http.token",
+                       512,
+                       "Bearer token that HTTP clients must send; needed off loopback."),
+    BT_CONF_BOOL(struct rt_conf,
+                 http.open_metrics,
+                 "http.open_metrics",
+                 "false",
+                 "Answer /metrics without the token."),
+    BT_CONF_BYTES(struct rt_conf,
+                  http.max_body_bytes,
+                  "http.max_body_bytes",
+                  "8M",
+                  1024,
+                  1 << 30,
+                  "Largest body of an HTTP request."),
+    BT_CONF_BYTES(struct rt_conf,
+                  http.max_queued_bytes,
+                  "http.queued_bytes",
+                  "1M",
+                  4096,
+                  1 << 30,
+                  "Stream that may wait for a slow HTTP client before its request is cancelled."),
+    BT_CONF_INT(struct rt_conf,
+                http.max_connections,
+                "http.max_connections",
+                "8192",
+                1,
+                1 << 20,
+                "HTTP connections at one time; then idle ones make room."),
+    BT_CONF_DURATION(struct rt_conf,
+                     http.idle_ns,
+                     "http.idle_timeout",
+                     "620s",
+                     100,
+                     86400000,
+                     "Idle HTTP connections are closed after this; longer than a load balancer's."),
+    BT_CONF_DURATION(struct rt_conf,
+                     http.header_ns,
+                     "http.header_timeout",
+                     "10s",
+                     100,
+                     3600000,
+                     "Time in which the header of an HTTP request must come."),
+    BT_CONF_DURATION(struct rt_conf,
+                     http.body_ns,
+                     "http.body_timeout",
+                     "60s",
+                     100,
+                     3600000,
+                     "Time in which the body of an HTTP request must come."),
+    BT_CONF_DURATION(struct rt_conf,
+                     http.stall_ns,
+                     "http.stall_timeout",
+                     "30s",
+                     100,
+                     3600000,
+                     "An HTTP client that takes nothing of its answer for this long is dropped."),
+    BT_CONF_DURATION(struct rt_conf,
+                     http.heartbeat_ns,
+                     "http.heartbeat",
+                     "5s",
+                     100,
+                     3600000,
+                     "Pause in a stream after which a comment is sent, so that proxies keep it."),
 };
 
 /* --- membership ------------------------------------------------------------------------------ */
@@ -191,11 +263,14 @@ static void members_changed(void *arg, struct bt_members *take_members)
 
 /* --- drain ----------------------------------------------------------------------------------- */
 
+/* One of the two ports has no call left. */
 static void on_shut(void *arg)
 {
     struct rt_router *r = arg;
 
-    bt_loop_stop(r->loop);
+    if (++r->n_shut == (r->http ? 2 : 1)) {
+        bt_loop_stop(r->loop);
+    }
 }
 
 static void on_stop(struct bt_msg *msg, void *loop)
@@ -204,6 +279,9 @@ static void on_stop(struct bt_msg *msg, void *loop)
 
     BT_INFO("drain", "requests=%zu", r->n_requests);
     bt_health_set_all(r->health, BT_HEALTH_NOT_SERVING);
+    if (r->http) {
+        rt_http_drain(r->http, bt_deadline_ns(r->conf->drain_timeout_ns), on_shut, r);
+    }
     bt_rpc_server_shutdown(r->server, bt_deadline_ns(r->conf->drain_timeout_ns), on_shut, r);
 }
 
@@ -246,6 +324,18 @@ static int open_server(struct rt_router *r, struct bt_rpc_service *service, stru
     return bt_rpc_server_start(r->server, err);
 }
 
+static int open_http(struct rt_router *r, struct bt_err *err)
+{
+    const struct rt_http_conf *hc = &r->conf->http;
+    int rc;
+
+    if (!hc->listen[0]) {
+        return BT_OK;
+    }
+    rc = bt_node_check_listen(&r->conf->common, "http.listen", hc->listen, err);
+    return rc < 0 ? rc : rt_http_start(r, hc, &r->http, err);
+}
+
 static int start(struct rt_router *r, struct bt_rpc_service *service, struct bt_err *err)
 {
     struct bt_registry_cfg rc = {.conf = &r->conf->cluster, .changed = members_changed, .arg = r};
@@ -269,6 +359,9 @@ static int start(struct rt_router *r, struct bt_rpc_service *service, struct bt_
     if ((code = open_server(r, service, err)) < 0) {
         return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_BIND, code, err);
     }
+    if ((code = open_http(r, err)) < 0) {
+        return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_BIND, code, err);
+    }
     if ((code = bt_registry_create(&rc, &r->registry, err)) < 0) {
         return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_OTHER, code, err);
     }
@@ -277,12 +370,15 @@ static int start(struct rt_router *r, struct bt_rpc_service *service, struct bt_
 
 static int serve(struct rt_router *r, struct bt_err *err)
 {
-    struct bt_node_addr addr = {"listen", r->address};
+    struct bt_node_addr addrs[2] = {{"listen", r->address}};
     int rc;
 
     bt_health_set(r->health, "baton.v1.Baton", BT_HEALTH_SERVING);
     bt_health_set_all(r->health, BT_HEALTH_SERVING);
-    rc = bt_node_ready(r->node, &addr, 1, err);
+    if (r->http) {
+        addrs[1] = (struct bt_node_addr){"http", rt_http_address(r->http)};
+    }
+    rc = bt_node_ready(r->node, addrs, r->http ? 2 : 1, err);
     if (rc < 0) {
         return bt_node_fail(BT_EXIT_OTHER, rc, err);
     }
@@ -294,6 +390,7 @@ static int serve(struct rt_router *r, struct bt_err *err)
 static void stop(struct rt_router *r)
 {
     bt_registry_destroy(r->registry);
+    rt_http_stop(r->http);
     bt_rpc_server_destroy(r->server); /* requests cancel their legs: the nodes are still there */
     rt_tok_worker_stop(r->tok_worker);
     r->draining = true;
@@ -319,6 +416,7 @@ static int run(struct bt_node *node, const struct rt_conf *conf)
     int code;
 
     r.random = r.incarnation;
+    r.stats.started = time(NULL);
     bt_list_init(&r.requests);
     rt_nodes_init(&r);
     if (conf->name[0]) {

@@ -42,9 +42,11 @@ void rt_request_drop_legs(struct rt_request *req, bool cancel)
     }
 }
 
-/* No leg is ours any more; the call still is, until it is closed. */
-static void done(struct rt_request *req)
+/* No leg is ours any more; the client still is, until it closes us. */
+static void done(struct rt_request *req, enum rt_outcome outcome)
 {
+    struct rt_stats *stats = &req->router->stats;
+
     if (req->state == RT_REQUEST_DONE) {
         return;
     }
@@ -57,6 +59,9 @@ static void done(struct rt_request *req)
     rt_request_drop_legs(req, true);
     rt_admit_ended(req);
     req->router->n_requests--;
+    stats->outcomes[outcome]++;
+    stats->prompt_tokens += req->prompt.n;
+    stats->retries += req->retries;
 }
 
 void rt_request_fail(struct rt_request *req, int rc, const char *msg)
@@ -68,13 +73,19 @@ void rt_request_fail(struct rt_request *req, int rc, const char *msg)
     }
     snprintf(err.msg, sizeof(err.msg), "%s", msg);
     BT_DEBUG("request", "req=%s rc=%s msg=\"%s\"", req->id, bt_rc_name(rc), err.msg);
-    done(req);
-    bt_rpc_call_fail(req->call, rc, &err);
+    done(req, rt_outcome_of(rc));
+    req->client->ops->fail(req->client, rc, &err);
+}
+
+void rt_request_fail_early(struct rt_request *req, int rc)
+{
+    done(req, rt_outcome_of(rc));
+    rt_request_closed(req);
 }
 
 void rt_request_closed(struct rt_request *req)
 {
-    done(req);
+    done(req, RT_OUTCOME_CANCELLED);
     bt_list_remove(&req->link);
     rt_answer_fini(&req->answer);
     wire_sampling_owned_fini(&req->sampling);
@@ -84,6 +95,14 @@ void rt_request_closed(struct rt_request *req)
     free(req->client_id);
     free(req->cache_salt);
     free(req);
+}
+
+void rt_requests_count(const struct rt_router *r, size_t n[RT_REQUEST_STATE_COUNT])
+{
+    memset(n, 0, RT_REQUEST_STATE_COUNT * sizeof(*n));
+    bt_list_for_each (it, &r->requests) {
+        n[BT_LIST_ENTRY(it, struct rt_request, link)->state]++;
+    }
 }
 
 /* --- tokens to the client -------------------------------------------------------------------- */
@@ -122,6 +141,7 @@ static void stamp(struct rt_request *req)
 
     if (n >= 1 && !req->t_first) {
         req->t_first = bt_now_ns();
+        rt_histogram_add(&req->router->stats.first_token, seconds(req, req->t_first));
     }
     if (n >= 2 && !req->t_second) {
         req->t_second = bt_now_ns();
@@ -136,6 +156,7 @@ send(struct rt_request *req, const struct rt_token *tokens, Baton__V1__FinishRea
     Baton__V1__Usage usage;
     Baton__V1__Timing timing;
     bool last = finish != BATON__V1__FINISH_REASON__FINISH_NONE;
+    size_t n = req->answer.ids.n - req->answer.n_sent;
     int rc;
 
     if (!req->first_sent) {
@@ -148,16 +169,19 @@ send(struct rt_request *req, const struct rt_token *tokens, Baton__V1__FinishRea
         m.usage = &usage;
         m.timing = &timing;
     }
-    rc = rt_answer_send(&req->answer, req->call, tokens, &m);
+    rc = rt_answer_send(&req->answer, req->client, tokens, &m);
     req->first_sent = true;
+    if (rc == BT_OK) {
+        req->router->stats.tokens += n;
+    }
     if (rc == BT_E_EXHAUSTED) {
         rt_request_fail(req, rc, "the client does not read its answer");
     } else if (rc < 0 && rc != BT_E_CANCELLED) {
         rt_request_fail(req, rc, bt_rc_text(rc));
     } else if (last) {
         rt_cache_finished(req);
-        done(req);
-        bt_rpc_call_finish(req->call, BT_RPC_OK, NULL);
+        done(req, RT_OUTCOME_OK);
+        req->client->ops->finish(req->client);
     }
 }
 

@@ -14,7 +14,7 @@ struct rt_keys {
 struct rt_request {
     struct bt_list link;
     struct rt_router *router;
-    struct bt_rpc_call *call;
+    struct rt_client *client;
     enum rt_request_state state;
     char id[20];
     char *client_id;
@@ -65,6 +65,8 @@ static inline uint64_t rt_request_now(const struct rt_request *req)
 void rt_request_set_state(struct rt_request *req, enum rt_request_state to);
 /* Ends the request with an error; nothing happens if it has ended. */
 void rt_request_fail(struct rt_request *req, int rc, const char *msg);
+/* The request was refused: frees it, tells the client nothing. */
+void rt_request_fail_early(struct rt_request *req, int rc);
 /* No leg is the request's any more; `cancel`: nor wanted on the nodes. */
 void rt_request_drop_legs(struct rt_request *req, bool cancel);
 

@@ -15,10 +15,13 @@
 #include "proto/node.pb-c.h"
 #include "proto/wire/sampling_pb.h"
 #include "router/answer.h"
+#include "router/client.h"
 #include "router/fair.h"
+#include "router/http/http.h"
 #include "router/index/feed.h"
 #include "router/policy.h"
 #include "router/states.h"
+#include "router/stats.h"
 #include "router/work.h"
 
 #define RT_WIRE_VERSION 1
@@ -38,6 +41,7 @@ struct rt_conf {
     uint64_t max_request_bytes, max_queued_bytes;
     int64_t max_active, local_below_tokens, retries;
     uint64_t wait_ns, node_silence_ns, drain_timeout_ns;
+    struct rt_http_conf http;
 };
 
 struct rt_model;
@@ -62,6 +66,8 @@ struct rt_router {
 
     struct bt_loop *loop;
     struct bt_rpc_server *server;
+    struct rt_http *http; /* NULL = off */
+    int n_shut;           /* of gRPC and HTTP, those whose drain is over */
     struct bt_health *health;
     struct bt_reflection *reflection;
     struct bt_registry *registry;
@@ -76,8 +82,9 @@ struct rt_router {
     uint64_t n_picked; /* attempts that got nodes */
 
     struct rt_stores *stores; /* NULL = none known */
-    struct bt_list requests;  /* struct rt_request.link */
-    size_t n_requests;        /* not DONE */
+    struct rt_stats stats;
+    struct bt_list requests; /* struct rt_request.link */
+    size_t n_requests;       /* not DONE */
 
     struct { /* cache.c */
         struct rt_index *index;
@@ -305,23 +312,31 @@ int rt_tok_start(struct rt_router *r,
 size_t rt_chat_bytes(const Baton__V1__Chat *chat);
 
 /* --- request.c: one Generate call --- */
-/* Checks the message, owns the call from here on. Errors leave nothing behind. */
+/* Checks the message and sets client->req, which the client's owner closes; a request may have
+ * failed by then already. Errors leave nothing behind and tell the client nothing. */
 int rt_request_begin(struct rt_router *r,
-                     struct bt_rpc_call *call,
+                     struct rt_client *client,
                      const Baton__V1__GenerateRequest *msg,
                      struct bt_err *err) BT_MUST_USE;
-/* The call is closed: whatever still runs is cancelled. */
+/* The client is gone or has its last word: whatever still runs is cancelled, the request freed. */
 void rt_request_closed(struct rt_request *req);
 /* An output for a leg that has a request. If `last`, the leg is out of its node's map and is freed
  * by the caller afterwards. */
 void rt_request_output(struct rt_leg *leg, const Baton__V1__StreamOutput *m, bool last);
 /* The leg's node is lost; as with a last output. */
 void rt_request_node_lost(struct rt_leg *leg, const char *why);
+/* Requests by state. */
+void rt_requests_count(const struct rt_router *r, size_t n[RT_REQUEST_STATE_COUNT]);
 /* Nodes have come or gone: queued requests look again. */
 void rt_requests_kick(struct rt_router *r);
 void rt_requests_fail_all(struct rt_router *r, int rc, const char *why);
 
 /* --- service.c --- */
+/* rt_request_begin behind the bound on active requests: BT_E_EXHAUSTED. */
+int rt_generate(struct rt_router *r,
+                struct rt_client *client,
+                const Baton__V1__GenerateRequest *msg,
+                struct bt_err *err) BT_MUST_USE;
 extern const struct bt_rpc_method rt_service_methods[];
 extern const size_t rt_service_n_methods;
 

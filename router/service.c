@@ -20,18 +20,67 @@ static void refuse(struct bt_rpc_call *call, int rc, const struct bt_err *err)
 
 /* --- Generate -------------------------------------------------------------------------------- */
 
+struct grpc_client { /* the user of its call, from the message to `closed` */
+    struct rt_client client;
+    struct bt_rpc_call *call;
+};
+
+static struct bt_rpc_call *call_of(struct rt_client *c)
+{
+    return BT_CONTAINER_OF(c, struct grpc_client, client)->call;
+}
+
+static void client_taken(struct rt_client *c)
+{
+    bt_rpc_call_send_headers(call_of(c));
+}
+
+static int client_send(struct rt_client *c, const Baton__V1__GenerateResponse *m)
+{
+    return bt_rpc_call_send(call_of(c), &m->base);
+}
+
+static void client_finish(struct rt_client *c)
+{
+    bt_rpc_call_finish(call_of(c), BT_RPC_OK, NULL);
+}
+
+static void client_fail(struct rt_client *c, int rc, const struct bt_err *err)
+{
+    bt_rpc_call_fail(call_of(c), rc, err);
+}
+
+static const struct rt_client_ops grpc_client_ops = {client_taken, client_send, client_finish,
+                                                     client_fail};
+
+int rt_generate(struct rt_router *r,
+                struct rt_client *client,
+                const Baton__V1__GenerateRequest *msg,
+                struct bt_err *err)
+{
+    if (r->n_requests >= (size_t)r->conf->max_active) {
+        r->stats.outcomes[RT_OUTCOME_OVERLOADED]++;
+        return BT_FAIL(err, BT_E_EXHAUSTED, "%zu requests are active, no more are taken",
+                       r->n_requests);
+    }
+    return rt_request_begin(r, client, msg, err);
+}
+
 static void generate(struct bt_rpc_call *call, const ProtobufCMessage *msg)
 {
-    struct rt_router *r = router_of(call);
+    struct grpc_client *gc = bt_calloc(1, sizeof(*gc));
     struct bt_err err = {0};
     int rc;
 
-    if (r->n_requests >= (size_t)r->conf->max_active) {
-        rc = BT_FAIL(&err, BT_E_EXHAUSTED, "%zu requests are active, no more are taken",
-                     r->n_requests);
-    } else {
-        rc = rt_request_begin(r, call, (const void *)msg, &err);
+    if (!gc) {
+        refuse(call, BT_E_NOMEM, NULL);
+        return;
     }
+    gc->call = call;
+    gc->client =
+        (struct rt_client){.ops = &grpc_client_ops, .deadline_ns = bt_rpc_call_deadline_ns(call)};
+    bt_rpc_call_set_user(call, gc);
+    rc = rt_generate(router_of(call), &gc->client, (const void *)msg, &err);
     if (rc < 0) {
         refuse(call, rc, &err);
     }
@@ -39,11 +88,12 @@ static void generate(struct bt_rpc_call *call, const ProtobufCMessage *msg)
 
 static void generate_closed(struct bt_rpc_call *call, bool cancelled)
 {
-    struct rt_request *req = bt_rpc_call_user(call);
+    struct grpc_client *gc = bt_rpc_call_user(call);
 
-    if (req) {
-        rt_request_closed(req);
+    if (gc && gc->client.req) {
+        rt_request_closed(gc->client.req);
     }
+    free(gc);
 }
 
 /* --- Tokenize, Detokenize -------------------------------------------------------------------- */

@@ -3,6 +3,7 @@
 #ifndef BT_FILE_HF_H
 #define BT_FILE_HF_H
 
+#include "common/file/file_int.h"
 #include "common/file/json.h"
 
 /* config.json -> mf->cfg (all but n_vocab and what bt_model_check finds out). */

@@ -1,10 +1,9 @@
-/* JSON of untrusted files: jansson behind a scan that bounds nesting and number of values, so that
- * neither the stack nor memory depends on what the file says. Used inside this folder and by its
- * fuzz targets and tests. */
+/* JSON of untrusted files and messages: jansson behind a scan that bounds nesting and number of
+ * values, so that neither the stack nor memory depends on what the text says. */
 #ifndef BT_FILE_JSON_H
 #define BT_FILE_JSON_H
 
-#include "common/file/file_int.h"
+#include "common/base/rc.h"
 
 #include <jansson.h>
 

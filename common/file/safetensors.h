@@ -10,6 +10,7 @@
 #ifndef BT_FILE_SAFETENSORS_H
 #define BT_FILE_SAFETENSORS_H
 
+#include "common/file/file_int.h"
 #include "common/file/json.h"
 
 #define BT_ST_MAX_HEADER (8u << 20)

@@ -75,8 +75,8 @@ def check_layers():
                     continue
                 if not any(under(inc, ok) for ok in LAYERS[layer]):
                     yield f"{path}:{n}: layer {layer} may not include {inc}"
-            if inc.endswith("_int.h") and os.path.dirname(inc) != os.path.dirname(path):
-                yield f"{path}:{n}: {inc} is private to its folder"
+            if inc.endswith("_int.h") and not under(path, os.path.dirname(inc)):
+                yield f"{path}:{n}: {inc} is private to its folder and those below it"
 
 
 def check_sizes():

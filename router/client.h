@@ -1,0 +1,33 @@
+/* Whom a request answers: a gRPC call or a choice of an HTTP exchange. The request calls the
+ * operations, the owner of the client closes the request. Loop thread. */
+#ifndef RT_CLIENT_H
+#define RT_CLIENT_H
+
+#include "common/base/rc.h"
+#include "proto/node.pb-c.h"
+
+struct rt_client;
+struct rt_request;
+
+/* None of them closes the request from inside: its owner does that later, with rt_request_closed.
+ */
+struct rt_client_ops {
+    /* The request has been taken: an answer or an error will follow. */
+    void (*taken)(struct rt_client *c);
+    /* The next part; the message is borrowed. BT_OK; BT_E_EXHAUSTED: too much waits for a slow
+     * client already; BT_E_CANCELLED: nobody listens any more; BT_E_NOMEM. */
+    int (*send)(struct rt_client *c, const Baton__V1__GenerateResponse *m) BT_MUST_USE;
+    /* All has been sent. */
+    void (*finish)(struct rt_client *c);
+    void (*fail)(struct rt_client *c, int rc, const struct bt_err *err);
+};
+
+/* Embedded in what the owner keeps of the call; it outlives the request. */
+struct rt_client {
+    const struct rt_client_ops *ops;
+    struct rt_request *req; /* NULL = none, or closed */
+    uint64_t deadline_ns;   /* BT_NEVER_NS = none */
+    uint32_t choice;        /* which of several answers to one prompt with one seed */
+};
+
+#endif

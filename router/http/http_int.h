@@ -1,0 +1,294 @@
+/* Inside of the HTTP port.
+ *
+ * Two threads: "http" owns connections and exchanges, the loop owns the requests behind them. A
+ * choice is one request; its struct is used by both, each field by the thread named beside it.
+ *
+ * Life of a choice: http posts `submit`; the loop answers with events, the last of which is END.
+ * When http loses interest it posts `cancel` once, and the loop answers with GONE, the very last
+ * event. So http frees a choice after END, or after GONE if it has cancelled. */
+#ifndef RT_HTTP_INT_H
+#define RT_HTTP_INT_H
+
+#include "common/base/buf.h"
+#include "common/thr/thread.h"
+#include "router/http/http.h"
+#include "router/router_int.h"
+
+#include <http_parser.h>
+#include <jansson.h>
+
+#define RT_HTTP_MAX_CHOICES  128
+#define RT_HTTP_MAX_HEADERS  100
+#define RT_HTTP_HEADER_BYTES 32768
+#define RT_HTTP_MAX_DEPTH    32
+#define RT_HTTP_MAX_VALUES   (1u << 20)
+#define RT_HTTP_MAX_ANSWER   (64u << 20) /* of an answer that is not streamed */
+#define RT_HTTP_ID_BYTES     128         /* of a client's request id */
+
+/* --- from the loop to http --- */
+
+enum rt_http_event_kind {
+    RT_HTTP_DELTA, /* of a choice */
+    RT_HTTP_END,   /* of a choice: rc and message, or BT_OK */
+    RT_HTTP_GONE,  /* of a choice: the answer to cancel */
+    RT_HTTP_REPLY, /* of a question */
+};
+
+struct rt_http_lp {
+    float logprob;
+    int32_t id;
+    int n_top;
+    struct rt_top top[20];
+};
+
+struct rt_http_event {
+    struct bt_list link;
+    enum rt_http_event_kind kind;
+    void *target; /* struct rt_http_choice or rt_http_ask */
+    int rc;
+    uint32_t n_tokens, finish, n_prompt, n_completion, n_cached;
+    size_t size; /* of this event, as counted in in_flight */
+    size_t n_text;
+    struct rt_http_lp *lp; /* n_tokens, or NULL */
+    char *text;
+};
+
+/* --- one request --- */
+
+struct rt_http_ex;
+
+struct rt_http_choice {
+    /* loop */
+    struct rt_client client;
+    struct bt_list live; /* in rt_http.live, or closing once it has ended */
+    struct rt_http_event end, gone;
+    struct bt_err err;
+    /* both */
+    struct bt_msg submit, cancel;
+    struct rt_http *h;
+    const Baton__V1__GenerateRequest *msg; /* until the first event */
+    size_t in_flight; /* bytes of events on their way; atomic, relaxed: a bound */
+    /* http */
+    struct rt_http_ex *ex;
+    uint32_t idx;
+    bool begun, ended, cancelled, role_sent;
+    uint32_t n_prompt, n_completion, n_cached, finish;
+    struct bt_buf text, lp, lp2, lp3, lp4; /* not streamed: what came so far, as JSON */
+    size_t n_chars, n_lp;                  /* for text_offset */
+};
+
+/* --- a question that the loop answers with a whole body --- */
+
+enum rt_http_question {
+    RT_HTTP_HEALTH,
+    RT_HTTP_READY,
+    RT_HTTP_MODELS,
+    RT_HTTP_METRICS,
+    RT_HTTP_TOKENIZE,
+};
+
+struct rt_http_ask {
+    struct bt_msg msg;
+    struct rt_http *h;
+    struct rt_http_ex *ex;
+    enum rt_http_question question;
+    char *text; /* TOKENIZE: one of the two, and the model */
+    const Baton__V1__Chat *chat;
+    const char *model;
+    struct rt_http_event reply;
+    int status;
+    const char *type;
+    struct bt_buf body;
+    struct bt_err err;
+};
+
+/* --- a parsed body --- */
+
+struct rt_http_spec {
+    json_t *root; /* the messages borrow their strings from it */
+    struct rt_http_block *blocks;
+    bool chat, stream, include_usage, logprobs;
+    size_t n_prompts, n; /* choices per prompt */
+    Baton__V1__GenerateRequest *msgs;
+    char param[64]; /* of the error, empty = none */
+};
+
+/* Reads a body of /v1/chat/completions or /v1/completions. Errors: BT_E_INVALID, BT_E_FORMAT,
+ * BT_E_TOO_LARGE, BT_E_NOMEM; fini is needed in any case. */
+int rt_http_spec_read(struct bt_str body,
+                      bool chat,
+                      const char *request_id,
+                      struct rt_http_spec *ret,
+                      struct bt_err *err) BT_MUST_USE;
+/* Body of /tokenize: spec->msgs[0] has text or chat, and the model. */
+int rt_http_spec_read_tokenize(struct bt_str body,
+                               struct rt_http_spec *ret,
+                               struct bt_err *err) BT_MUST_USE;
+/* Body of /detokenize: spec->msgs[0] has tokens, and the model. */
+int rt_http_spec_read_detokenize(struct bt_str body,
+                                 struct rt_http_spec *ret,
+                                 struct bt_err *err) BT_MUST_USE;
+void rt_http_spec_fini(struct rt_http_spec *spec);
+
+/* --- exchanges and connections; http thread --- */
+
+/* One request and its response. Owned by its connection until that is closed, then by itself until
+ * the loop has let go of its choices. */
+struct rt_http_ex {
+    struct rt_http *h;
+    struct rt_http_conn *conn; /* NULL = closed */
+    struct rt_http_spec spec;
+    char id[40];
+    char request_id[RT_HTTP_ID_BYTES + 1];
+    int64_t created;
+    char *model;        /* as JSON */
+    struct bt_buf head; /* of every chunk */
+    bool headers_sent, over;
+    struct rt_http_choice *choices;
+    size_t n_choices, n_begun, n_ended, n_held; /* held: by the loop */
+    size_t n_bytes;                             /* kept for an answer that is not streamed */
+    struct rt_http_ask *ask;
+};
+
+enum rt_http_phase {
+    RT_HTTP_IDLE,   /* between requests, or before the first byte */
+    RT_HTTP_HEADER, /* inside of a header */
+    RT_HTTP_BODY,
+    RT_HTTP_ANSWER, /* an exchange runs */
+    RT_HTTP_LINGER, /* closed for writing; what the client still sends is thrown away */
+};
+
+struct rt_http_conn {
+    struct bt_list link;  /* rt_http.conns */
+    struct bt_list dirty; /* rt_http.dirty */
+    struct bt_list idle;  /* rt_http.idle */
+    struct rt_http *h;
+    int fd;
+    uint32_t events; /* asked of epoll */
+    enum rt_http_phase phase;
+    uint64_t deadline_ns;
+    bool fresh; /* no request yet: the header's time runs */
+    bool eof, close_after, in_parse, closed;
+    uint64_t last_out_ns; /* for heartbeats */
+    uint64_t stall_ns;    /* output waits since then; 0 = none does */
+    struct rt_http_ex *ex;
+    struct bt_buf in; /* read and not yet parsed */
+    struct bt_buf out;
+    size_t out_off;
+
+    http_parser parser;
+    char url[256];
+    size_t n_url, n_header_bytes, n_headers, n_linger;
+    char field[32];
+    size_t n_field;
+    bool in_value, expect, has_host;
+    char auth[600];
+    size_t n_auth, n_request_id;
+    char request_id[RT_HTTP_ID_BYTES + 1];
+    char expect_value[16];
+    size_t n_expect;
+    int refuse; /* status that the parse ended with */
+    const char *refuse_why;
+    struct bt_buf body;
+};
+
+struct rt_http {
+    struct rt_router *router;
+    const struct rt_http_conf *conf;
+    char address[300];
+    pthread_t thread;
+    int epoll_fd, wake_fd, listen_fd;
+    struct bt_mailbox mailbox;
+    uint8_t token_hash[32];
+
+    /* http */
+    struct bt_list conns, dirty, idle, dead;
+    size_t n_conns, body_bytes;
+    uint64_t now_ns, next_tick_ns, id_seed, id_next;
+    bool draining, quit, accept_paused;
+    uint64_t quit_ns;
+    struct bt_msg quit_msg, drain_msg;
+
+    /* loop */
+    struct bt_list live, closing, events;
+    struct bt_timer flush, drain_timer;
+    size_t n_live, n_asks; /* asks: at the tokenizer */
+    bool loop_draining;
+    void (*drained)(void *arg);
+    void *drained_arg;
+
+    size_t n_to_loop; /* messages on their way; atomic, pairs in rt_http_stop */
+};
+
+/* server.c */
+void rt_http_to_loop(struct rt_http *h, struct bt_msg *msg);
+
+/* conn.c */
+void rt_http_conn_open(struct rt_http *h, int fd);
+void rt_http_conn_event(struct rt_http_conn *c, uint32_t events);
+void rt_http_conn_tick(struct rt_http_conn *c);
+/* Sends what is queued; closes when that was the last. */
+void rt_http_conn_flush(struct rt_http_conn *c);
+/* The connection is of no more use; what runs on it is cancelled. Freed at the end of the turn. */
+void rt_http_conn_close(struct rt_http_conn *c);
+void rt_http_conn_free(struct rt_http_conn *c);
+/* The response is whole: the next request may come. */
+void rt_http_conn_done(struct rt_http_conn *c);
+/* Output of the connection is to be sent at the end of the turn. */
+void rt_http_conn_dirty(struct rt_http_conn *c);
+
+/* route.c: a whole request has come. */
+void rt_http_route(struct rt_http_conn *c);
+/* Whole responses. `type` and `body` of a reply; errors in OpenAI's shape. */
+void rt_http_respond(struct rt_http_conn *c, int status, const char *type, struct bt_str body);
+void rt_http_respond_error(
+    struct rt_http_conn *c, int status, const char *param, const char *code, const char *msg);
+void rt_http_respond_rc(struct rt_http_conn *c, int rc, const char *param, const char *msg);
+int rt_http_status_of(int rc);
+const char *rt_http_code_of(int rc);
+const char *rt_http_reason(int status);
+
+/* exchange.c */
+void rt_http_generate(struct rt_http_conn *c, bool chat);
+void rt_http_ask(struct rt_http_conn *c,
+                 enum rt_http_question question,
+                 struct rt_http_spec *take_spec);
+void rt_http_event(struct rt_http_event *ev);
+/* The connection is gone, or the response is whole: what still runs is cancelled, and the exchange
+ * freed as soon as the loop has let go of it. */
+void rt_http_ex_abandon(struct rt_http_ex *ex);
+/* Nothing has been sent for a while. */
+void rt_http_ex_heartbeat(struct rt_http_ex *ex);
+
+/* render.c: JSON text */
+int rt_http_put(struct bt_buf *b, const char *text) BT_MUST_USE;
+int rt_http_put_string(struct bt_buf *b, struct bt_str s) BT_MUST_USE; /* with its quotes */
+/* What is not UTF-8 becomes U+FFFD. */
+int rt_http_put_lossy(struct bt_buf *b, struct bt_str s) BT_MUST_USE;
+int rt_http_put_error(
+    struct bt_buf *b, int status, const char *param, const char *code, const char *msg) BT_MUST_USE;
+/* Items of a chat's "content" list, joined by commas. */
+int rt_http_put_chat_logprobs(struct bt_buf *b,
+                              const struct bt_tokenizer *tok,
+                              const struct rt_http_lp *lp,
+                              size_t n) BT_MUST_USE;
+/* Appends to the four lists of a legacy completion: tokens, token_logprobs, top_logprobs, offsets.
+ */
+int rt_http_put_legacy_logprobs(struct rt_http_choice *ch,
+                                const struct bt_tokenizer *tok,
+                                const struct rt_http_lp *lp,
+                                size_t n) BT_MUST_USE;
+
+/* bridge.c: the loop's side */
+void rt_http_bridge_init(struct rt_http *h);
+void rt_http_on_submit(struct bt_msg *msg, void *loop);
+void rt_http_on_cancel(struct bt_msg *msg, void *loop);
+void rt_http_on_ask(struct bt_msg *msg, void *loop);
+void rt_http_emit(struct rt_http *h, struct rt_http_event *ev);
+/* Every live request fails. */
+void rt_http_bridge_cancel_all(struct rt_http *h, const char *why);
+
+/* metrics.c: answers of the loop */
+void rt_http_answer(struct rt_http *h, struct rt_http_ask *ask);
+
+#endif

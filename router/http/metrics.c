@@ -1,0 +1,189 @@
+/* What the router says of itself over HTTP: health, readiness, its model, metrics. Every series is
+ * bounded by what the cluster consists of; no label comes from a client. Loop thread. */
+#include "router/http/http_int.h"
+
+#include <time.h>
+
+static void count_nodes(const struct rt_router *r, size_t n[RT_NODE_STATE_COUNT])
+{
+    bt_list_for_each (it, &r->nodes) {
+        n[BT_LIST_ENTRY(it, struct rt_node, link)->state]++;
+    }
+}
+
+static bool can_serve(const struct rt_router *r)
+{
+    bool prefill = false, decode = false, both = false;
+
+    bt_list_for_each (it, &r->nodes) {
+        const struct rt_node *n = BT_LIST_ENTRY(it, struct rt_node, link);
+
+        if (n->state == RT_NODE_READY) {
+            prefill = prefill || n->role == RT_ROLE_PREFILL;
+            decode = decode || n->role == RT_ROLE_DECODE;
+            both = both || n->role == RT_ROLE_BOTH;
+        }
+    }
+    return both || decode || (prefill && decode);
+}
+
+static int put_models(const struct rt_router *r, struct bt_buf *b)
+{
+    const struct bt_model_config *c = rt_model_config(r->model);
+    int rc;
+
+    if ((rc = rt_http_put(b, "{\"object\":\"list\",\"data\":[{\"id\":")) < 0 ||
+        (rc = rt_http_put_lossy(b, bt_str_of(c->name))) < 0) {
+        return rc;
+    }
+    return bt_buf_printf(b,
+                         ",\"object\":\"model\",\"created\":%lld,\"owned_by\":\"baton\","
+                         "\"max_model_len\":%u}]}",
+                         (long long)r->stats.started, rt_nodes_context(r, (uint32_t)c->n_ctx));
+}
+
+/* --- metrics --------------------------------------------------------------------------------- */
+
+static int put_help(struct bt_buf *b, const char *name, const char *type, const char *help)
+{
+    return bt_buf_printf(b, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, type);
+}
+
+static int
+put_value(struct bt_buf *b, const char *name, const char *type, const char *help, uint64_t value)
+{
+    int rc = put_help(b, name, type, help);
+
+    return rc < 0 ? rc : bt_buf_printf(b, "%s %llu\n", name, (unsigned long long)value);
+}
+
+static int put_requests(const struct rt_router *r, struct bt_buf *b)
+{
+    size_t n[RT_REQUEST_STATE_COUNT];
+    uint64_t waiting = 0;
+    int rc = put_help(b, "baton_router_requests", "gauge", "Requests by state.");
+
+    rt_requests_count(r, n);
+    for (int i = 0; rc == BT_OK && i < RT_REQUEST_STATE_COUNT; i++) {
+        if (i != RT_REQUEST_DONE) {
+            rc = bt_buf_printf(b, "baton_router_requests{state=\"%s\"} %zu\n",
+                               rt_request_state_name((enum rt_request_state)i), n[i]);
+        }
+    }
+    waiting = n[RT_REQUEST_TOKENIZE] + n[RT_REQUEST_QUEUED] + n[RT_REQUEST_PREFILL];
+    if (rc == BT_OK) {
+        rc = put_value(b, "vllm:num_requests_waiting", "gauge",
+                       "Requests without a first token (the name that gateways read).", waiting);
+    }
+    return rc < 0 ? rc
+                  : put_value(b, "vllm:num_requests_running", "gauge",
+                              "Requests with a first token (the name that gateways read).",
+                              r->n_requests - waiting);
+}
+
+static int put_nodes(const struct rt_router *r, struct bt_buf *b)
+{
+    size_t n[RT_NODE_STATE_COUNT] = {0};
+    uint64_t total = 0, free_pages = 0;
+    int rc = put_help(b, "baton_router_nodes", "gauge", "Nodes by state.");
+
+    count_nodes(r, n);
+    for (int i = 0; rc == BT_OK && i < RT_NODE_STATE_COUNT; i++) {
+        rc = bt_buf_printf(b, "baton_router_nodes{state=\"%s\"} %zu\n",
+                           rt_node_state_name((enum rt_node_state)i), n[i]);
+    }
+    bt_list_for_each (it, &r->nodes) {
+        const struct rt_node *node = BT_LIST_ENTRY(it, struct rt_node, link);
+
+        if (node->state == RT_NODE_READY && node->role != RT_ROLE_PREFILL) {
+            total += node->pages_total;
+            free_pages += BT_MIN(node->pages_free, node->pages_total);
+        }
+    }
+    if (rc == BT_OK) {
+        rc = put_help(b, "vllm:kv_cache_usage_perc", "gauge",
+                      "Part of the decode nodes' KV pages in use, 0 to 1 (the name that gateways "
+                      "read).");
+    }
+    return rc < 0 ? rc
+                  : bt_buf_printf(b, "vllm:kv_cache_usage_perc %.6g\n",
+                                  total ? (double)(total - free_pages) / (double)total : 0.0);
+}
+
+static int
+put_histogram(struct bt_buf *b, const char *name, const char *help, const struct rt_histogram *hist)
+{
+    int rc = put_help(b, name, "histogram", help);
+    uint64_t n = 0;
+
+    for (size_t i = 0; rc == BT_OK && i < RT_HISTOGRAM_BUCKETS; i++) {
+        n += hist->n[i];
+        rc = bt_buf_printf(b, "%s_bucket{le=\"%g\"} %llu\n", name, rt_histogram_bounds[i],
+                           (unsigned long long)n);
+    }
+    n += hist->n[RT_HISTOGRAM_BUCKETS];
+    return rc < 0
+               ? rc
+               : bt_buf_printf(b, "%s_bucket{le=\"+Inf\"} %llu\n%s_sum %.9g\n%s_count %llu\n", name,
+                               (unsigned long long)n, name, hist->sum, name, (unsigned long long)n);
+}
+
+static int put_metrics(const struct rt_router *r, struct bt_buf *b)
+{
+    const struct rt_stats *s = &r->stats;
+    int rc;
+
+    if ((rc = put_requests(r, b)) < 0 || (rc = put_nodes(r, b)) < 0 ||
+        (rc = put_help(b, "baton_router_requests_total", "counter",
+                       "Requests that have ended, by outcome.")) < 0) {
+        return rc;
+    }
+    for (int i = 0; rc == BT_OK && i < RT_OUTCOMES; i++) {
+        rc = bt_buf_printf(b, "baton_router_requests_total{outcome=\"%s\"} %llu\n",
+                           rt_outcome_names[i], (unsigned long long)s->outcomes[i]);
+    }
+    if (rc < 0 ||
+        (rc = put_value(b, "baton_router_tokens_total", "counter", "Tokens sent to clients.",
+                        s->tokens)) < 0 ||
+        (rc = put_value(b, "baton_router_prompt_tokens_total", "counter",
+                        "Tokens of the prompts of requests that have ended.", s->prompt_tokens)) <
+            0 ||
+        (rc = put_value(b, "baton_router_retries_total", "counter",
+                        "Attempts beyond the first one.", s->retries)) < 0) {
+        return rc;
+    }
+    return put_histogram(b, "baton_router_time_to_first_token_seconds",
+                         "From the request's arrival to its first token.", &s->first_token);
+}
+
+/* --- answers --------------------------------------------------------------------------------- */
+
+void rt_http_answer(struct rt_http *h, struct rt_http_ask *ask)
+{
+    const struct rt_router *r = h->router;
+    bool ok = !h->loop_draining;
+
+    switch (ask->question) {
+    case RT_HTTP_HEALTH: /* that the loop answers is the news */
+        ask->reply.rc = rt_http_put(&ask->body, "{\"status\":\"ok\"}");
+        break;
+    case RT_HTTP_READY:
+        ok = ok && can_serve(r);
+        ask->status = ok ? 200 : 503;
+        ask->reply.rc = bt_buf_printf(&ask->body, "{\"status\":\"%s\"}",
+                                      ok                 ? "ready"
+                                      : h->loop_draining ? "draining"
+                                                         : "no nodes");
+        break;
+    case RT_HTTP_MODELS:
+        ask->reply.rc = put_models(r, &ask->body);
+        break;
+    case RT_HTTP_METRICS:
+        ask->type = "text/plain; version=0.0.4; charset=utf-8";
+        ask->reply.rc = put_metrics(r, &ask->body);
+        break;
+    case RT_HTTP_TOKENIZE:
+    default:
+        ask->reply.rc = BT_E_INTERNAL;
+    }
+}

@@ -1,0 +1,288 @@
+/* From a whole request to the exchange that answers it: who may ask, what for, and the shape of
+ * errors. Everything asks for the token but health and readiness. HTTP thread. */
+#include "router/http/http_int.h"
+
+#include "common/text/detok.h"
+
+#include <openssl/crypto.h>
+#include <openssl/sha.h>
+#include <stdlib.h>
+
+#define MAX_DETOK_IDS (1u << 18)
+
+/* --- responses ------------------------------------------------------------------------------- */
+
+const char *rt_http_reason(int status)
+{
+    switch (status) {
+#define X(code, name, text)                                                                        \
+    case code:                                                                                     \
+        return #text;
+        HTTP_STATUS_MAP(X)
+#undef X
+    case 499:
+        return "Client Closed Request";
+    default:
+        return "Error";
+    }
+}
+
+int rt_http_status_of(int rc)
+{
+    switch (rc) {
+    case BT_OK:
+        return 200;
+    case BT_E_INVALID:
+    case BT_E_FORMAT:
+    case BT_E_UNSUPPORTED:
+    case BT_E_TOO_LARGE:
+        return 400;
+    case BT_E_UNAUTHENTICATED:
+        return 401;
+    case BT_E_DENIED:
+        return 403;
+    case BT_E_NOT_FOUND:
+        return 404;
+    case BT_E_EXHAUSTED:
+        return 429;
+    case BT_E_CANCELLED:
+        return 499;
+    case BT_E_UNAVAILABLE:
+    case BT_E_PEER_LOST:
+    case BT_E_INCOMPATIBLE:
+    case BT_E_NOMEM:
+        return 503;
+    case BT_E_DEADLINE:
+        return 504;
+    default:
+        return 500;
+    }
+}
+
+const char *rt_http_code_of(int rc)
+{
+    return rc == BT_E_NOT_FOUND ? "model_not_found" : rc == BT_E_EXHAUSTED ? "overloaded" : NULL;
+}
+
+void rt_http_respond(struct rt_http_conn *c, int status, const char *type, struct bt_str body)
+{
+    bool head = c->parser.method == HTTP_HEAD;
+    int rc = bt_buf_printf(&c->out,
+                           "HTTP/1.1 %d %s\r\nContent-Type: %s\r\nContent-Length: %zu\r\n%s%s%s",
+                           status, rt_http_reason(status), type, body.n,
+                           status == 429 || status == 503 ? "Retry-After: 1\r\n" : "",
+                           status == 401 ? "WWW-Authenticate: Bearer\r\n" : "",
+                           c->close_after ? "Connection: close\r\n" : "Connection: keep-alive\r\n");
+
+    if (rc == BT_OK && c->ex && c->ex->request_id[0]) {
+        rc = bt_buf_printf(&c->out, "X-Request-Id: %s\r\n", c->ex->request_id);
+    }
+    if (rc == BT_OK) {
+        rc = rt_http_put(&c->out, "\r\n");
+    }
+    if (rc == BT_OK && !head) {
+        rc = bt_buf_add(&c->out, body.p, body.n);
+    }
+    if (rc < 0) {
+        rt_http_conn_close(c);
+        return;
+    }
+    if (c->ex) {
+        rt_http_ex_abandon(c->ex);
+    }
+    rt_http_conn_done(c);
+}
+
+void rt_http_respond_error(
+    struct rt_http_conn *c, int status, const char *param, const char *code, const char *msg)
+{
+    struct bt_buf b = {0};
+
+    if (rt_http_put_error(&b, status, param, code, msg) < 0) {
+        rt_http_conn_close(c);
+    } else {
+        rt_http_respond(c, status, "application/json", bt_buf_str(&b));
+    }
+    bt_buf_fini(&b);
+}
+
+void rt_http_respond_rc(struct rt_http_conn *c, int rc, const char *param, const char *msg)
+{
+    rt_http_respond_error(c, rt_http_status_of(rc), param, rt_http_code_of(rc), msg);
+}
+
+/* --- who may ask ----------------------------------------------------------------------------- */
+
+/* Compares digests, so that time tells neither the length nor the first byte that differs. */
+static bool token_ok(const struct rt_http_conn *c)
+{
+    uint8_t hash[32];
+    size_t skip = 7;
+
+    if (!c->h->conf->token[0]) {
+        return true;
+    }
+    if (c->n_auth > sizeof(c->auth) || c->n_auth < skip ||
+        strncasecmp(c->auth, "Bearer ", skip) != 0) {
+        return false;
+    }
+    while (skip < c->n_auth && c->auth[skip] == ' ') {
+        skip++;
+    }
+    SHA256((const uint8_t *)c->auth + skip, c->n_auth - skip, hash);
+    return CRYPTO_memcmp(hash, c->h->token_hash, sizeof(hash)) == 0;
+}
+
+/* --- endpoints ------------------------------------------------------------------------------- */
+
+static void chat(struct rt_http_conn *c)
+{
+    rt_http_generate(c, true);
+}
+
+static void completions(struct rt_http_conn *c)
+{
+    rt_http_generate(c, false);
+}
+
+static void models(struct rt_http_conn *c)
+{
+    rt_http_ask(c, RT_HTTP_MODELS, NULL);
+}
+
+static void health(struct rt_http_conn *c)
+{
+    rt_http_ask(c, RT_HTTP_HEALTH, NULL);
+}
+
+static void ready(struct rt_http_conn *c)
+{
+    rt_http_ask(c, RT_HTTP_READY, NULL);
+}
+
+static void metrics(struct rt_http_conn *c)
+{
+    rt_http_ask(c, RT_HTTP_METRICS, NULL);
+}
+
+static void tokenize(struct rt_http_conn *c)
+{
+    struct rt_http_spec spec = {0};
+    struct bt_err err = {0};
+    int rc = rt_http_spec_read_tokenize(bt_buf_str(&c->body), &spec, &err);
+
+    if (rc < 0) {
+        rt_http_respond_rc(c, rc, spec.param, bt_err_msg(&err, rc));
+        rt_http_spec_fini(&spec);
+        return;
+    }
+    rt_http_ask(c, RT_HTTP_TOKENIZE, &spec);
+}
+
+static void detokenize(struct rt_http_conn *c)
+{
+    const struct rt_model *model = c->h->router->model;
+    struct rt_http_spec spec = {0};
+    struct bt_buf text = {.max = 64u << 20}, out = {0};
+    struct bt_ids ids = {.max = MAX_DETOK_IDS};
+    struct bt_err err = {0};
+    int rc = rt_http_spec_read_detokenize(bt_buf_str(&c->body), &spec, &err);
+
+    if (rc == BT_OK && !rt_model_is(model, spec.msgs[0].model)) {
+        rc = BT_FAIL(&err, BT_E_NOT_FOUND, "model %.100s is not served here", spec.msgs[0].model);
+    }
+    if (rc == BT_OK && spec.msgs[0].tokens->n_ids > 0) {
+        rc = rt_model_ids(model, spec.msgs[0].tokens->ids, spec.msgs[0].tokens->n_ids, &ids, &err);
+    }
+    if (rc == BT_OK) {
+        rc = bt_detok_all(rt_model_tokenizer(model), ids.p, ids.n, 0, &text);
+    }
+    if (rc == BT_OK && (rc = rt_http_put(&out, "{\"prompt\":")) == BT_OK &&
+        (rc = rt_http_put_string(&out, bt_buf_str(&text))) == BT_OK) {
+        rc = rt_http_put(&out, "}");
+    }
+    if (rc < 0) {
+        rt_http_respond_rc(c, rc, spec.param, bt_err_msg(&err, rc));
+    } else {
+        rt_http_respond(c, 200, "application/json", bt_buf_str(&out));
+    }
+    rt_http_spec_fini(&spec);
+    bt_ids_fini(&ids);
+    bt_buf_fini(&text);
+    bt_buf_fini(&out);
+}
+
+static const struct route {
+    const char *path;
+    bool post;
+    bool open;    /* to everybody */
+    bool metrics; /* open if configured so */
+    void (*run)(struct rt_http_conn *c);
+} routes[] = {
+    {"/v1/chat/completions", .post = true, .run = chat},
+    {"/v1/completions", .post = true, .run = completions},
+    {"/v1/models", .run = models},
+    {"/health", .open = true, .run = health},
+    {"/ready", .open = true, .run = ready},
+    {"/metrics", .metrics = true, .run = metrics},
+    {"/tokenize", .post = true, .run = tokenize},
+    {"/detokenize", .post = true, .run = detokenize},
+};
+
+static const struct route *find(const char *path)
+{
+    for (size_t i = 0; i < BT_ARRAY_LEN(routes); i++) {
+        if (strcmp(routes[i].path, path) == 0) {
+            return &routes[i];
+        }
+    }
+    return NULL;
+}
+
+/* OPTIONS and methods that the path does not know. */
+static void other_method(struct rt_http_conn *c, const struct route *r)
+{
+    const char *allow = r->post ? "POST, OPTIONS" : "GET, HEAD, OPTIONS";
+    bool options = c->parser.method == HTTP_OPTIONS;
+    struct bt_buf b = {0};
+    int rc = options ? BT_OK
+                     : rt_http_put_error(&b, 405, NULL, "method_not_allowed",
+                                         "this path does not know the method");
+
+    if (rc == BT_OK) {
+        rc = bt_buf_printf(&c->out,
+                           "HTTP/1.1 %s\r\nAllow: %s\r\nContent-Type: application/json\r\n"
+                           "Content-Length: %zu\r\nConnection: %s\r\n\r\n",
+                           options ? "200 OK" : "405 Method Not Allowed", allow, b.n,
+                           c->close_after ? "close" : "keep-alive");
+    }
+    if (rc == BT_OK && c->parser.method != HTTP_HEAD) {
+        rc = bt_buf_add(&c->out, b.p, b.n);
+    }
+    bt_buf_fini(&b);
+    if (rc < 0) {
+        rt_http_conn_close(c);
+    } else {
+        rt_http_conn_done(c);
+    }
+}
+
+void rt_http_route(struct rt_http_conn *c)
+{
+    unsigned method = c->parser.method;
+    const struct route *r;
+    bool open;
+
+    c->url[strcspn(c->url, "?#")] = '\0';
+    r = find(c->url);
+    open = r && (r->open || (r->metrics && c->h->conf->open_metrics));
+    if (!open && !token_ok(c)) {
+        rt_http_respond_error(c, 401, NULL, "invalid_api_key", "a valid bearer token is needed");
+    } else if (!r) {
+        rt_http_respond_error(c, 404, NULL, "not_found", "there is nothing at this path");
+    } else if (r->post ? method == HTTP_POST : method == HTTP_GET || method == HTTP_HEAD) {
+        r->run(c);
+    } else {
+        other_method(c, r);
+    }
+}
