@@ -79,17 +79,8 @@ static double limit_s(const struct rt_request *req)
 
 static void refuse(struct rt_request *req, double retry_s, const char *why)
 {
-    char text[32];
-
     req->router->admit.refused++;
-    retry_s = fmax(retry_s, RETRY_MIN);
-    snprintf(text, sizeof(text), "%.0f", ceil(retry_s));
-    if (bt_rpc_call_add_trailer(req->call, "retry-after", text) == BT_OK) {
-        snprintf(text, sizeof(text), "%.0f", retry_s * 1e3);
-        if (bt_rpc_call_add_trailer(req->call, "retry-after-ms", text) < 0) {
-            BT_DEBUG("request", "req=%s msg=\"no room for a trailer\"", req->id);
-        }
-    }
+    req->client->retry_after_s = fmax(retry_s, RETRY_MIN);
     rt_request_fail(req, BT_E_EXHAUSTED, why);
 }
 

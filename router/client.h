@@ -27,6 +27,7 @@ struct rt_client {
     const struct rt_client_ops *ops;
     struct rt_request *req; /* NULL = none, or closed */
     uint64_t deadline_ns;   /* BT_NEVER_NS = none */
+    double retry_after_s;   /* set before a failure: when it is worth another try; 0 = not known */
     uint32_t choice;        /* which of several answers to one prompt with one seed */
 };
 

@@ -3,6 +3,8 @@
 
 #include "common/base/buf.h"
 
+#include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 static struct rt_router *router_of(struct bt_rpc_call *call)
@@ -47,6 +49,17 @@ static void client_finish(struct rt_client *c)
 
 static void client_fail(struct rt_client *c, int rc, const struct bt_err *err)
 {
+    char text[32];
+
+    if (c->retry_after_s > 0) {
+        snprintf(text, sizeof(text), "%.0f", ceil(c->retry_after_s));
+        if (bt_rpc_call_add_trailer(call_of(c), "retry-after", text) == BT_OK) {
+            snprintf(text, sizeof(text), "%.0f", c->retry_after_s * 1e3);
+            if (bt_rpc_call_add_trailer(call_of(c), "retry-after-ms", text) < 0) {
+                /* seconds must do */
+            }
+        }
+    }
     bt_rpc_call_fail(call_of(c), rc, err);
 }
 

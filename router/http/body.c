@@ -402,6 +402,21 @@ static int f_request_id(struct reader *r, const char *key, const json_t *v)
     return read_string(r, key, v, &r->msg.request_id);
 }
 
+static int f_tenant(struct reader *r, const char *key, const json_t *v)
+{
+    return read_string(r, key, v, &r->msg.tenant);
+}
+
+static int f_priority(struct reader *r, const char *key, const json_t *v)
+{
+    static const int64_t range[] = {INT32_MIN, INT32_MAX};
+    int64_t i = 0;
+    int rc = read_int(r, key, v, range, &i);
+
+    r->msg.priority = (int32_t)i;
+    return rc;
+}
+
 static int f_salt(struct reader *r, const char *key, const json_t *v)
 {
     return read_string(r, key, v, &r->msg.cache_salt);
@@ -469,6 +484,8 @@ static const struct field {
     {"best_of", TEXT, f_n},
     {"request_id", BOTH, f_request_id},
     {"cache_salt", BOTH, f_salt},
+    {"tenant", BOTH, f_tenant},
+    {"priority", BOTH, f_priority},
     {"user", BOTH, f_ignored},
     {"metadata", BOTH, f_ignored},
     {"service_tier", BOTH, f_ignored},

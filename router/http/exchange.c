@@ -457,6 +457,7 @@ static void on_end(struct rt_http_choice *ch, int rc)
     if (ex->over) {
         let_go(ex);
     } else if (rc < 0) {
+        ex->retry_after_s = ch->client.retry_after_s; /* the loop is done with it */
         fail(ex, rc, ch->err.msg);
     } else if (ex->n_ended < ex->n_choices) {
         return;

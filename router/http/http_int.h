@@ -146,6 +146,7 @@ struct rt_http_ex {
     bool headers_sent, over;
     struct rt_http_choice *choices;
     size_t n_choices, n_begun, n_ended, n_held; /* held: by the loop */
+    double retry_after_s;                       /* of the failure; 0 = not known */
     size_t n_bytes;                             /* kept for an answer that is not streamed */
     struct rt_http_ask *ask;
 };

@@ -4,6 +4,7 @@
 
 #include "common/text/detok.h"
 
+#include <math.h>
 #include <openssl/crypto.h>
 #include <openssl/sha.h>
 #include <stdlib.h>
@@ -67,13 +68,19 @@ const char *rt_http_code_of(int rc)
 void rt_http_respond(struct rt_http_conn *c, int status, const char *type, struct bt_str body)
 {
     bool head = c->parser.method == HTTP_HEAD;
-    int rc = bt_buf_printf(&c->out,
-                           "HTTP/1.1 %d %s\r\nContent-Type: %s\r\nContent-Length: %zu\r\n%s%s%s",
-                           status, rt_http_reason(status), type, body.n,
-                           status == 429 || status == 503 ? "Retry-After: 1\r\n" : "",
-                           status == 401 ? "WWW-Authenticate: Bearer\r\n" : "",
-                           c->close_after ? "Connection: close\r\n" : "Connection: keep-alive\r\n");
+    double after_s = c->ex ? c->ex->retry_after_s : 0;
+    char retry[80] = "";
+    int rc;
 
+    if (status == 429 || status == 503) {
+        snprintf(retry, sizeof(retry), "Retry-After: %.0f\r\nRetry-After-Ms: %.0f\r\n",
+                 after_s > 0 ? ceil(after_s) : 1.0, after_s > 0 ? after_s * 1e3 : 1000.0);
+    }
+    rc = bt_buf_printf(&c->out,
+                       "HTTP/1.1 %d %s\r\nContent-Type: %s\r\nContent-Length: %zu\r\n%s%s%s",
+                       status, rt_http_reason(status), type, body.n, retry,
+                       status == 401 ? "WWW-Authenticate: Bearer\r\n" : "",
+                       c->close_after ? "Connection: close\r\n" : "Connection: keep-alive\r\n");
     if (rc == BT_OK && c->ex && c->ex->request_id[0]) {
         rc = bt_buf_printf(&c->out, "X-Request-Id: %s\r\n", c->ex->request_id);
     }
