@@ -5,7 +5,9 @@
 
 #define FORGET      0.998 /* weight of a step after the next one: 500 steps count */
 #define TRUST       1e4 /* variance of the first guess, relative to it and to the noise of a step */
-#define NOISE_SHARE 0.5 /* of the usual scatter of steps: a ratio within it says nothing */
+#define STIFF       1e-9  /* of a part's own sum, so that rounding has no say */
+#define Z_MAX       1e5   /* of a part: a step that took no time says no more */
+#define NOISE_SHARE 0.5   /* of the usual scatter of steps: a ratio within it says nothing */
 #define RATIO_UP    0.25  /* weight of a new step in the ratio */
 #define BUSY_NS     120e9 /* computing that long ago counts 1/e */
 #define FADE_NS     4e9   /* silence after which a ratio is believed by 1/e */
@@ -27,7 +29,6 @@ void rt_speed_init(struct rt_speed *s)
     *s = (struct rt_speed){.ratio = 1, .error = 1};
     for (int i = 0; i < RT_SPEED_N; i++) {
         s->w[i] = guess[i];
-        s->p[i][i] = TRUST * guess[i] * guess[i];
     }
 }
 
@@ -47,51 +48,96 @@ static double expect(const struct rt_speed *s, const double x[RT_SPEED_N])
     double y = 0;
 
     for (int i = 0; i < RT_SPEED_N; i++) {
-        y += fmax(s->w[i], 0) * x[i];
+        y += s->w[i] * x[i];
     }
     return fmax(y, 1e-7);
 }
 
-/* What steps do not tell apart for a long time must not become a matter of their noise. Rows and
- * columns are scaled together, so that the matrix stays one of variances. */
-static void bound(struct rt_speed *s)
+/* Solves (A + diag) v = b over the parts in `use` by Cholesky, into v; others become 0. */
+static void
+solve(const struct rt_speed *s, const double diag[], const double b[], unsigned use, double v[])
 {
-    for (int i = 0; i < RT_SPEED_N; i++) {
-        double limit = TRUST * guess[i] * guess[i], f;
+    double l[RT_SPEED_N][RT_SPEED_N] = {{0}}, y[RT_SPEED_N] = {0};
 
-        if (!(s->p[i][i] <= limit)) {
-            f = s->p[i][i] > 0 ? sqrt(limit / s->p[i][i]) : 0;
-            for (int j = 0; j < RT_SPEED_N; j++) {
-                s->p[i][j] *= f;
-                s->p[j][i] *= f;
+    for (int i = 0; i < RT_SPEED_N; i++) {
+        v[i] = 0;
+        if (!(use >> i & 1)) {
+            continue;
+        }
+        y[i] = b[i];
+        for (int j = 0; j <= i; j++) {
+            double sum = s->a[i][j] + (i == j ? diag[i] : 0);
+
+            for (int k = 0; k < j; k++) {
+                sum -= l[i][k] * l[j][k];
             }
+            if (use >> j & 1) {
+                /* diag keeps what is under the root above zero, but for rounding */
+                l[i][j] = i == j ? sqrt(fmax(sum, diag[i] / 2)) : sum / l[j][j];
+                y[i] -= i == j ? 0 : l[i][j] * y[j];
+            }
+        }
+        y[i] /= l[i][i];
+    }
+    for (int i = RT_SPEED_N - 1; i >= 0; i--) {
+        if (use >> i & 1) {
+            v[i] = y[i];
+            for (int k = i + 1; k < RT_SPEED_N; k++) {
+                v[i] -= l[k][i] * v[k];
+            }
+            v[i] /= l[i][i];
         }
     }
 }
 
-/* One step of recursive least squares for x.w = 1, where x is already divided by the time. */
-static void fit(struct rt_speed *s, const double x[RT_SPEED_N])
+/* The parts, none negative, that fit the steps best: whatever comes out negative is left out, the
+ * most negative first, so that what made up for it is not taken for real. */
+static void fit_parts(const struct rt_speed *s, double v[RT_SPEED_N])
 {
-    double px[RT_SPEED_N], gain[RT_SPEED_N], denom = FORGET, miss = 1;
+    double diag[RT_SPEED_N], b[RT_SPEED_N], got[RT_SPEED_N];
+    unsigned use = (1u << RT_SPEED_N) - 1;
 
     for (int i = 0; i < RT_SPEED_N; i++) {
-        px[i] = 0;
-        for (int j = 0; j < RT_SPEED_N; j++) {
-            px[i] += s->p[i][j] * x[j];
+        diag[i] = 1 / TRUST + STIFF * s->a[i][i];
+        b[i] = s->b[i] + diag[i] * v[i]; /* what steps do not tell stays as it was */
+    }
+    while (use) {
+        int least = 0;
+
+        solve(s, diag, b, use, got);
+        for (int i = 1; i < RT_SPEED_N; i++) {
+            least = got[i] < got[least] ? i : least;
         }
-        denom += x[i] * px[i];
-        miss -= x[i] * s->w[i];
+        if (!(got[least] < 0)) {
+            break;
+        }
+        use &= ~(1u << least);
+    }
+    for (int i = 0; use && i < RT_SPEED_N; i++) {
+        v[i] = isfinite(got[i]) ? got[i] : v[i];
+    }
+}
+
+/* Another step, where x is already divided by its time: x.w = 1. In parts of the guess, sums over
+ * the steps are kept and not their inverse: they stay what they are in any number of steps. */
+static void fit(struct rt_speed *s, const double x[RT_SPEED_N])
+{
+    double z[RT_SPEED_N], v[RT_SPEED_N];
+
+    for (int i = 0; i < RT_SPEED_N; i++) {
+        z[i] = fmin(x[i] * guess[i], Z_MAX);
+        v[i] = s->w[i] / guess[i];
     }
     for (int i = 0; i < RT_SPEED_N; i++) {
-        gain[i] = px[i] / denom;
-        s->w[i] += gain[i] * miss;
-    }
-    for (int i = 0; i < RT_SPEED_N; i++) {
+        s->b[i] = FORGET * s->b[i] + z[i];
         for (int j = 0; j < RT_SPEED_N; j++) {
-            s->p[i][j] = (s->p[i][j] - gain[i] * px[j]) / FORGET;
+            s->a[i][j] = FORGET * s->a[i][j] + z[i] * z[j];
         }
     }
-    bound(s);
+    fit_parts(s, v);
+    for (int i = 0; i < RT_SPEED_N; i++) {
+        s->w[i] = v[i] * guess[i];
+    }
 }
 
 void rt_speed_learn(struct rt_speed *s, const struct rt_step *step, uint64_t now_ns)

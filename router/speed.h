@@ -1,9 +1,9 @@
 /* How fast a node is, measured: the time of an engine step as a linear function of what is in it,
- * fitted as steps are reported (recursive least squares on the relative error, old steps slowly
- * forgotten), and beside it the ratio of measured to expected time of the last moments. The fit
- * says what a node can do, the ratio that it is throttled now or has a noisy neighbour: it follows
- * within a few steps and fades when nothing is heard, so that a node that has recovered gets work
- * again.
+ * fitted as steps are reported (least squares on the relative error, no part negative, old steps
+ * slowly forgotten), and beside it the ratio of measured to expected time of the last moments. The
+ * fit says what a node can do, the ratio that it is throttled now or has a noisy neighbour: it
+ * follows within a few steps and fades when nothing is heard, so that a node that has recovered
+ * gets work again.
  *
  * Pure logic; the clock is the caller's. A plain value, owned by its node. */
 #ifndef RT_SPEED_H
@@ -21,9 +21,9 @@ struct rt_step {
 
 struct rt_speed {
     double w[RT_SPEED_N]; /* seconds per unit of each feature, scaled as in speed.c */
-    double p[RT_SPEED_N][RT_SPEED_N];
-    double ratio;         /* measured over expected, of the last steps */
-    uint64_t ratio_ns;    /* when it was measured */
+    double a[RT_SPEED_N][RT_SPEED_N], b[RT_SPEED_N]; /* sums over steps, in parts of the guess */
+    double ratio;                                    /* measured over expected, of the last steps */
+    uint64_t ratio_ns;                               /* when it was measured */
     double noise;         /* mean distance of a step\'s own ratio (log) from the running one */
     double error;         /* mean relative error of the fit, times the ratio, before each step */
     double busy_s;        /* time it computed, older time counting less */

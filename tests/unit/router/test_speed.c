@@ -131,6 +131,41 @@ static void test_few_kinds_of_steps(void **state)
     }
 }
 
+/* Tens of thousands of steps of a small model on a machine that is busy with other work, among them
+ * such as take a hundred times as long: a prompt never looks like minutes, which would be refused.
+ */
+static void test_long_life_beside_others(void **state)
+{
+    for (uint64_t seed = 1; seed <= 6; seed++) {
+        struct machine m = {3e-4, 1.2e-5, 2e-9, 1e-4, 1e-8, 0.8, seed};
+        uint64_t now = S;
+        struct rt_speed s;
+
+        rt_speed_init(&s);
+        for (int i = 0; i < 30000; i++) {
+            struct rt_step st = {.rows = floor(rnd(&m) * 4)};
+            double before = 128 * floor(rnd(&m) * 5);
+
+            if (rnd(&m) < 0.15 || st.rows < 1) {
+                st.prompt_tokens = 41 + floor(rnd(&m) * 20);
+                st.prompt_tokens += rnd(&m) < 0.2 ? 200 + 37 * floor(rnd(&m) * 6) : 0;
+                st.prompt_work = st.prompt_tokens * (before + st.prompt_tokens / 2);
+            }
+            st.row_work = st.rows * (300 + 400 * rnd(&m));
+            st.seconds = time_of(&m, &st) + (rnd(&m) < 0.05 ? 0.02 * rnd(&m) : 0) +
+                         (rnd(&m) < 0.002 ? 0.5 * rnd(&m) : 0);
+            now += S / 100;
+            rt_speed_learn(&s, &st, now);
+            if (i >= 50) {
+                double whole = rt_speed_prefill(&s, 600, 0, 512, now);
+
+                assert_true(whole > 1e-4 && whole < 1);
+            }
+        }
+        assert_true(rt_speed_prefill(&s, 600, 0, 512, now + 60 * S) < 0.1);
+    }
+}
+
 static void test_slow_node(void **state)
 {
     struct machine m = cpu;
@@ -211,6 +246,7 @@ int main(void)
         cmocka_unit_test(test_fits),
         cmocka_unit_test(test_one_kind_alone),
         cmocka_unit_test(test_few_kinds_of_steps),
+        cmocka_unit_test(test_long_life_beside_others),
         cmocka_unit_test(test_slow_node),
         cmocka_unit_test(test_odd_steps),
         cmocka_unit_test(test_busy),
