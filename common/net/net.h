@@ -100,7 +100,8 @@ int bt_net_send(struct bt_net_peer *peer,
                 void *arg) BT_MUST_USE;
 /* [xfer] Reads `bytes` at `remote` of the peer's memory into local memory. With method pull on one
  * host this is a system call that copies before it returns (done is called inside): keep the pieces
- * small enough for the thread's other work. */
+ * small enough for the thread's other work. Get and put without a key (a peer that has given none)
+ * are BT_E_PEER_PROTOCOL where the transport needs one. */
 int bt_net_get(struct bt_net_peer *peer,
                void *local,
                uint64_t remote,

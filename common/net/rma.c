@@ -119,6 +119,9 @@ int bt_net_get(struct bt_net_peer *peer,
         }
         return rc;
     }
+    if (!rkey) {
+        return BT_E_PEER_PROTOCOL;
+    }
     op = bt_net_op_new(peer, 0, done, arg);
     if (!op) {
         return BT_E_NOMEM;
@@ -140,6 +143,9 @@ int bt_net_put(struct bt_net_peer *peer,
 
     if (peer->state != BT_NET_PEER_UP || peer->dying || peer->flushing) {
         return BT_E_PEER_LOST;
+    }
+    if (!rkey) {
+        return BT_E_PEER_PROTOCOL;
     }
     op = bt_net_op_new(peer, 0, done, arg);
     if (!op) {
