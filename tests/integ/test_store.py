@@ -129,13 +129,22 @@ SHARING = ["--store.enabled=on", "--engine.bring=always", "--tier.host_bytes=64M
            "--redis.lookup_timeout=1s"]  # a loaded machine answers late
 
 
+def sharing(cluster, kvstore, **kw):
+    """Two nodes that need no other and share their blocks; both know all daemons."""
+    c = cluster(prefill=0, decode=2, role="both", kvstore=kvstore,
+                node_args=[*SHARING, *kw.pop("node_args", [])], **kw)
+    for n in ("decode-0", "decode-1"):
+        eventually(lambda n=n: c.status(n).store_daemons == kvstore, 10, f"daemons known to {n}")
+    return c
+
+
 def cached(a):
     return a.usage.cached_tokens
 
 
 def test_put_by_one_node_is_a_hit_on_another(cluster):
     """Blocks that one node computed lie in a daemon, and on the node itself: the other one loads them."""
-    c = cluster(prefill=0, decode=2, role="both", kvstore=2, node_args=SHARING)
+    c = sharing(cluster, 2)
     want = ask(c, 1000, AUTO).tokens
     first = next(n for n in ("decode-0", "decode-1") if c.status(n).tokens_computed)
     other = "decode-1" if first == "decode-0" else "decode-0"
@@ -168,8 +177,7 @@ def test_node_serves_its_own_tiers(cluster):
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_daemon_lost(cluster, replicas):
     """A store node lost with replicas left is a hit from another; without, a miss and computed."""
-    c = cluster(prefill=0, decode=2, role="both", kvstore=2,
-                node_args=[*SHARING, f"--store.replicas={replicas}"])
+    c = sharing(cluster, 2, node_args=[f"--store.replicas={replicas}"])
     want = ask(c, 1000, AUTO).tokens
     first = next(n for n in ("decode-0", "decode-1") if c.status(n).tokens_computed)
     other = "decode-1" if first == "decode-0" else "decode-0"
@@ -184,22 +192,46 @@ def test_daemon_lost(cluster, replicas):
     assert cached(a) == 7 * 128 if replicas == 2 else cached(a) < 7 * 128
 
 
+N_PROMPTS = 20
+
+
+def fill(c):
+    """Prompts of two blocks each, computed by decode-0; all of them lie in the daemon."""
+    eventually(lambda: c.status("decode-0").store_daemons == 1, 10, "daemon known")
+    want = {s: ask(c, 300, AUTO, s).tokens for s in range(N_PROMPTS)}
+    eventually(lambda: c.status("store-0").blocks_announced >= 2 * N_PROMPTS, 20, "blocks announced")
+    return want
+
+
+def hits_on_another(c, want):
+    """A node that never saw the prompts is alone, and loads them, as soon as it knows who holds them."""
+    c.add_node("decode", "decode-9", [*SHARING, "--role=both"]).wait_ready()
+    eventually(lambda: "decode-9" in c.ready_nodes(), 10, "router knows")
+    c.procs["decode-0"].kill()
+    c.allow("from=ready to=lost", "event=store_")
+    eventually(lambda: "decode-0" not in c.ready_nodes(), 10, "router knows")
+    eventually(lambda: c.status("decode-9").store_daemons == 1, 10, "daemon known")
+    prompts = iter(want.items())
+
+    def hit():
+        seed, tokens = next(prompts)
+        a = ask(c, 300, AUTO, seed)
+        assert a.tokens == tokens
+        return cached(a) == 256
+    eventually(hit, 20, "a hit")
+    assert c.status("decode-9").store_loaded >= 2
+
+
 def test_TIER_05_daemon_restarts_with_its_disk(cluster, tmp_path):
-    c = cluster(prefill=0, decode=2, role="both", kvstore=1, node_args=SHARING,
+    c = cluster(prefill=0, decode=1, role="both", kvstore=1, node_args=SHARING,
                 kvstore_args=[f"--tier.disk_path={tmp_path}"])
-    want = ask(c, 1000, AUTO).tokens
-    first = next(n for n in ("decode-0", "decode-1") if c.status(n).tokens_computed)
-    eventually(lambda: c.status("store-0").blocks_announced >= 7, 20, "blocks announced")
+    want = fill(c)
     before = c.status("store-0").incarnation
     c.procs["store-0"].stop()  # what is in memory alone goes to disk
     c.restart("store-0")
     assert c.status("store-0").incarnation > before
-    eventually(lambda: c.status("store-0").blocks_announced >= 7, 20, "announced again")
-    c.procs[first].kill()
-    c.allow("from=ready to=lost", "event=store_")
-    eventually(lambda: first not in c.ready_nodes(), 10, "router knows")
-    a = ask(c, 1000, AUTO)
-    assert a.tokens == want and cached(a) == 7 * 128
+    eventually(lambda: c.status("store-0").blocks_announced >= 2 * N_PROMPTS, 20, "announced again")
+    hits_on_another(c, want)
 
 
 def test_what_passes_is_kept(cluster):
@@ -219,22 +251,12 @@ def test_what_passes_is_kept(cluster):
 
 
 def test_redis_emptied(cluster):
-    c = cluster(prefill=0, decode=2, role="both", kvstore=1, node_args=SHARING)
-    want = ask(c, 1000, AUTO).tokens
-    first = next(n for n in ("decode-0", "decode-1") if c.status(n).tokens_computed)
-    eventually(lambda: c.status("store-0").blocks_announced >= 7, 20, "blocks announced")
+    c = cluster(prefill=0, decode=1, role="both", kvstore=1, node_args=SHARING)
+    want = fill(c)
     c.allow("event=redis_", "event=index_")
     c.redis.kill()
     c.redis.start()
-    c.procs[first].stop()
-    eventually(lambda: first not in c.ready_nodes(), 20, "router knows")
-    got = []
-
-    def hit():
-        got.append(ask(c, 1000, AUTO))
-        return cached(got[-1]) == 7 * 128
-    eventually(hit, 20, "a hit")
-    assert all(a.tokens == want for a in got)
+    hits_on_another(c, want)
 
 
 def test_RTR_04_cancel_frees_the_daemon(cluster):
