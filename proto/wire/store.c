@@ -1,66 +1,7 @@
-/* Pack and unpack of the block server's messages: a cursor that knows the end, nothing else. */
+/* Pack and unpack of the block server's messages. */
 #include "proto/wire/store.h"
 
-struct cursor {
-    uint8_t *p; /* only written when packing */
-    size_t at, n;
-    bool bad; /* a read past the end, or a zero field that is not zero */
-};
-
-static void put(struct cursor *c, uint64_t v, int bytes)
-{
-    for (int i = 0; i < bytes; i++) {
-        c->p[c->at++] = (uint8_t)(v >> (8 * i));
-    }
-}
-
-static void put_bytes(struct cursor *c, const void *p, size_t n)
-{
-    if (n) {
-        memcpy(c->p + c->at, p, n);
-    }
-    c->at += n;
-}
-
-static uint64_t get(struct cursor *c, int bytes)
-{
-    uint64_t v = 0;
-
-    if (c->n - c->at < (size_t)bytes) {
-        c->bad = true;
-        c->at = c->n;
-        return 0;
-    }
-    for (int i = 0; i < bytes; i++) {
-        v |= (uint64_t)c->p[c->at++] << (8 * i);
-    }
-    return v;
-}
-
-static uint32_t get32(struct cursor *c)
-{
-    return (uint32_t)get(c, 4);
-}
-
-static void get_zero(struct cursor *c, int bytes)
-{
-    if (get(c, bytes) != 0) {
-        c->bad = true;
-    }
-}
-
-static struct bt_str get_str(struct cursor *c, size_t n, size_t max)
-{
-    struct bt_str s = {(const char *)c->p + c->at, n};
-
-    if (n > max || c->n - c->at < n) {
-        c->bad = true;
-        c->at = c->n;
-        return (struct bt_str){0};
-    }
-    c->at += n;
-    return s;
-}
+#include "proto/wire/cursor.h"
 
 const char *wire_store_type_name(int type)
 {
