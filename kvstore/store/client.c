@@ -321,6 +321,9 @@ static bool is_busy(void *arg, const struct kv_link *l)
 {
     const struct server *s = l->user;
 
+    if (s) {
+        kv_client_check_puts(arg, (struct kv_link *)(uintptr_t)l);
+    }
     return s && (!bt_list_empty(&s->fetches) || !bt_list_empty(&s->puts));
 }
 

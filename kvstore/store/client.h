@@ -29,7 +29,8 @@ struct kv_client_cfg {
     struct kv_blob_shape shape;   /* of the engine's blocks */
     uint32_t replicas;            /* 1..8; 0 = puts nothing */
     uint64_t silence_ns;          /* 3 s */
-    uint64_t load_limit_ns;       /* 10 s: a load that takes longer is given up */
+    uint64_t load_limit_ns;       /* 10 s: a load that takes longer is given up, and so is a daemon
+                                     that ends none of its puts in that time */
     uint64_t staging_bytes;       /* 64 MiB: blocks on their way to the daemons */
 };
 

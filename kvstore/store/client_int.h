@@ -67,6 +67,7 @@ struct server {
     struct bt_list fetches;  /* struct fetch.link */
     struct bt_list puts;     /* struct copy.link */
     uint32_t n_sent, window; /* puts that it knows of, and how many it may */
+    uint64_t put_ns;         /* of n_sent: since when none has come to its end */
 };
 
 static inline void count(uint64_t *counter, uint64_t n)
@@ -105,6 +106,8 @@ bool kv_client_offer(struct kv_source *src, const struct kv_offer *o);
 void *kv_client_putter(void *arg);
 void kv_client_puts_ready(struct kv_client *c, struct kv_link *l);
 void kv_client_puts_closed(struct kv_client *c, struct server *s);
+/* Now and then while it has puts: closes it if it lives and ends none. */
+void kv_client_check_puts(struct kv_client *c, struct kv_link *l);
 void kv_client_on_go(struct kv_client *c,
                      struct kv_link *l,
                      const struct wire_store *m,

@@ -176,6 +176,7 @@ static void send_put(struct copy *k)
 {
     struct stash *s = k->stash;
     struct kv_client *c = s->client;
+    struct server *to = k->l->user;
     struct wire_store m = {.type = WIRE_STORE_PUT, .req = k->req};
     size_t n = kv_blob_head_bytes(&s->meta);
     char *head;
@@ -191,7 +192,7 @@ static void send_put(struct copy *k)
     }
     k->method = kv_link_method(k->l);
     k->sent = true;
-    ((struct server *)k->l->user)->n_sent++;
+    to->put_ns = to->n_sent++ ? to->put_ns : bt_now_ns();
     m.method = (uint8_t)k->method;
     m.offset = (uint64_t)(slot_at(c, s->slot) - (char *)c->staging.base);
     kv_blob_encode(&s->meta, head);
@@ -275,6 +276,17 @@ void kv_client_puts_closed(struct kv_client *c, struct server *s)
     }
 }
 
+void kv_client_check_puts(struct kv_client *c, struct kv_link *l)
+{
+    const struct server *s = l->user;
+
+    if (s->n_sent > 0 && bt_now_ns() - s->put_ns > c->cfg.load_limit_ns) {
+        BT_WARN("store_put", "peer=%s puts=%u msg=\"takes too long, given up\"", l->name,
+                s->n_sent);
+        kv_link_close(l, BT_E_DEADLINE, "no put came to its end");
+    }
+}
+
 static struct copy *find_copy(struct kv_link *l, uint64_t req)
 {
     struct server *s = l->user;
@@ -300,6 +312,7 @@ void kv_client_on_done(struct kv_client *c, struct kv_link *l, const struct wire
         kv_link_violation(l, "DONE of no put", m);
         return;
     }
+    s->put_ns = bt_now_ns();
     if (m->rc == BT_E_EXHAUSTED && !k->going && s->n_sent > 1) {
         /* More than it takes of us at once: again when another one is through. */
         k->sent = false;

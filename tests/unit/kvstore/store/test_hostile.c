@@ -3,6 +3,8 @@
 #include "tests/unit/kvstore/tier/fixture.h"
 
 #include "common/base/buf.h"
+#include "common/cluster/blockmap.h"
+#include "kvstore/store/client.h"
 #include "kvstore/store/link.h"
 #include "kvstore/store/server.h"
 
@@ -322,11 +324,91 @@ static void test_anything_in_any_order(void **state)
     }
 }
 
+/* ---- a daemon that lives, and answers nothing ---- */
+
+static void mute(void *arg, struct kv_link *l, const struct wire_store *m, struct bt_str data)
+{
+}
+
+static void no_ready(void *arg, struct kv_link *l)
+{
+}
+
+static void no_closed(void *arg, struct kv_link *l, int rc)
+{
+}
+
+/* Puts to it end all the same, so that their memory and the pages of who offers are not held. */
+static void test_KVX_01_puts_that_nobody_ends(void **state)
+{
+    static const char *const methods[] = {"message", "pull"};
+    static char memory[1 << 16];
+    struct bt_cluster_conf conf = {.name = (char *)(uintptr_t) "test",
+                                   .redis_address = (char *)(uintptr_t) "",
+                                   .redis_user = (char *)(uintptr_t) "",
+                                   .redis_password = (char *)(uintptr_t) "",
+                                   .redis_timeout_ns = BT_NS_PER_S,
+                                   .lookup_timeout_ns = BT_NS_PER_S,
+                                   .block_ttl_ns = 600 * BT_NS_PER_S};
+
+    for (int i = 0; i < 2; i++) {
+        struct kv_links_cfg lc = {.net = {.listen = "127.0.0.1:0", .method = methods[i]},
+                                  .node_name = "s0",
+                                  .incarnation = 4,
+                                  .silence_ns = SILENCE_NS,
+                                  .base = memory,
+                                  .bytes = sizeof(memory),
+                                  .serves = true,
+                                  .ops = {NULL, no_ready, mute, no_closed, is_busy, on_pump}};
+        struct kv_client_cfg cc = {.net = {.listen = "127.0.0.1:0", .method = methods[i]},
+                                   .node_name = "p0",
+                                   .incarnation = 5,
+                                   .replicas = 1,
+                                   .silence_ns = SILENCE_NS,
+                                   .load_limit_ns = 300 * BT_NS_PER_MS,
+                                   .staging_bytes = 2 * BLOB_BYTES};
+        struct bt_blockmap_cfg bc = {.conf = &conf};
+        struct bt_member m = {.name = "s0", .incarnation = 4, .role = BT_ROLE_KVSTORE};
+        struct bt_members *members;
+        struct bt_blockmap *map;
+        struct kv_client *client;
+        struct kv_links daemon;
+        struct bt_err err = {0};
+        struct world w;
+        struct chain c;
+
+        if (kv_links_init(&daemon, &lc, &err) != BT_OK) {
+            fail_msg("%s", err.msg);
+        }
+        snprintf(m.store_addr, sizeof(m.store_addr), "%s", bt_net_address(daemon.net));
+        members = bt_members_make(&m, 1, NULL, 0);
+        assert_non_null(members);
+        world_make(&w, 64, 1);
+        chain_make(&w, &c, 1, 0, 2, 6);
+        cc.shape = kv_blob_shape_of(kv_pool_layout(w.pool), BLOCK);
+        assert_int_equal(bt_blockmap_create(&bc, &map, NULL), BT_OK);
+        cc.blockmap = map;
+        if (kv_client_create(&cc, &client, &err) != BT_OK) {
+            fail_msg("%s", err.msg);
+        }
+        kv_client_set_members(client, members);
+        w.src = kv_client_source(client);
+        assert_int_equal(offer_chain(&w, &c), 6); /* there is room for two */
+        kv_client_destroy(client);
+        bt_blockmap_destroy(map);
+        bt_members_unref(members);
+        w.src = NULL;
+        world_free(&w);
+        kv_links_fini(&daemon);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_memory_without_a_key),
         cmocka_unit_test(test_anything_in_any_order),
+        cmocka_unit_test(test_KVX_01_puts_that_nobody_ends),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
