@@ -2,32 +2,34 @@
 # From a clone to an answer: installs what is missing, builds, fetches a small real model, starts
 # Redis, a router, one prefill node and one decode node on loopback, and streams an answer.
 #
-#   deploy/quickstart.sh [--once] [--model PATH] [--prompt TEXT] [--max-tokens N] [--port N] [--keeper]
+#   deploy/quickstart.sh [--once] [--model PATH] [--prompt TEXT] [--max-tokens N] [--port N] [--http-port N] [--keeper]
 #
 #   --once          end after the answer (otherwise the cluster stays up until interrupted)
 #   --model PATH    another model: a .gguf file or a Hugging Face directory
 #   --prompt TEXT   what to ask
 #   --max-tokens N  length of the answer (default 64)
 #   --port N        the router's gRPC port (default: any free one)
+#   --http-port N   its OpenAI-compatible HTTP port (default: any free one)
 #   --keeper        a keeper holds the nodes' KV: a node started again finds it
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-once=0 model='' prompt='What is a relay race? Answer in one sentence.' max_tokens=64 port=0 keeper=0
+once=0 model='' prompt='What is a relay race? Answer in one sentence.' max_tokens=64 port=0 http_port=0 keeper=0
 
-usage() { sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 while [ $# -gt 0 ]; do
     case $1 in
     --once) once=1 ;;
     --keeper) keeper=1 ;;
-    --model | --prompt | --max-tokens | --port)
+    --model | --prompt | --max-tokens | --port | --http-port)
         [ $# -ge 2 ] || die "$1 needs a value"
         case $1 in
         --model) model=$2 ;;
         --prompt) prompt=$2 ;;
         --max-tokens) max_tokens=$2 ;;
         --port) port=$2 ;;
+        --http-port) http_port=$2 ;;
         esac
         shift
         ;;
@@ -109,8 +111,9 @@ step "starting the prefill node" launch prefill baton-prefill "${node[@]}" \
 step "starting the decode node" launch decode baton-decode "${node[@]}" \
     --name=decode-0 || die "the decode node did not start"
 step "starting the router" launch router baton-router "${common[@]}" \
-    --listen="127.0.0.1:$port" || die "the router did not start"
+    --listen="127.0.0.1:$port" --http.listen="127.0.0.1:$http_port" || die "the router did not start"
 address=$(ready_value "$run/router.ready" listen)
+http=$(ready_value "$run/router.ready" http)
 
 printf '%s==>%s asking: %s\n' "$BOLD" "$PLAIN" "$prompt" >&2
 "$build/batonctl" generate --router "$address" --chat --prompt "$prompt" \
@@ -123,6 +126,8 @@ cat >&2 <<TXT
 
 The cluster is up; Ctrl-C ends it.
   router     $address (gRPC, with reflection)
+  http       http://$http/v1 (OpenAI-compatible):
+             curl -sS http://$http/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}'
   nodes      $build/batonctl status --router $address
   ask again  $build/batonctl generate --router $address --chat --prompt '...'
   logs       $run/*.log

@@ -10,7 +10,7 @@
 set -uo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../deploy/lib.sh"
 
-TEST_PACKAGES="libcmocka-dev redis-server clang-format-14 python3-venv procps iproute2
+TEST_PACKAGES="libcmocka-dev redis-server clang-format-14 python3-venv procps iproute2 curl
     libc6-dbg" # its symbols name the frames in tests/data/tsan.supp
 long=0 gpu=0 stages=()
 

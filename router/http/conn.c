@@ -191,7 +191,8 @@ void rt_http_conn_flush(struct rt_http_conn *c)
     }
     if (c->out_off == c->out.n) {
         sent_all(c);
-    } else if (c->out.n - c->out_off > c->h->conf->max_queued_bytes && c->phase == RT_HTTP_ANSWER) {
+    } else if (c->out.n - c->out_off > c->h->conf->max_queued_bytes && c->ex &&
+               c->ex->n_choices > 0) {
         rt_http_conn_close(c); /* it does not read its answer */
         return;
     } else if (c->out_off > c->out.n / 2) { /* so that the buffer does not grow for ever */
@@ -258,6 +259,9 @@ static int on_field(http_parser *p, const char *at, size_t n)
             return refuse(c, 431, "too many headers");
         }
     }
+    if (memchr(at, ' ', n)) { /* which the parser lets pass unless it was built to be strict */
+        return refuse(c, 400, "a blank in a header's name");
+    }
     for (size_t i = 0; i < n; i++) { /* longer names are none that we look for */
         if (c->n_field < sizeof(c->field)) {
             c->field[c->n_field++] = at[i];
@@ -283,6 +287,9 @@ static int on_value(http_parser *p, const char *at, size_t n)
     bool again = !c->in_value;
 
     c->in_value = true;
+    if (memchr(at, '\0', n)) {
+        return refuse(c, 400, "a zero byte in a header");
+    }
     if (field_is(c, "authorization")) {
         if (again && c->n_auth > 0) {
             return refuse(c, 400, "two Authorization headers");
@@ -425,7 +432,7 @@ static void parse_rest(struct rt_http_conn *c)
     }
     c->in_parse = true;
     while (!c->closed && c->phase != RT_HTTP_ANSWER && c->phase != RT_HTTP_LINGER && c->in.n > 0 &&
-           !c->close_after && c->out.n - c->out_off <= c->h->conf->max_queued_bytes) {
+           !c->close_after && c->out.n - c->out_off <= c->h->conf->max_queued_bytes / 2) {
         parse(c, c->in.p, c->in.n);
     }
     c->in_parse = false;

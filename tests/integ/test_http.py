@@ -5,13 +5,14 @@ import http.client
 import json
 import re
 import signal
+import subprocess
 import threading
 
 import openai
 import pytest
 
 from cluster import SLOW, Cluster, eventually
-from wire import LENGTH, STOP, request
+from wire import LENGTH, ROOT, STOP, request
 
 pytestmark = pytest.mark.sanitize
 PROMPT = "The lamp keeper walks along the quiet harbor"
@@ -385,6 +386,14 @@ def test_429_503_and_retry_after(cluster):
     assert h.call("GET", "/health")[0].status == 200
     r, e = h.call("POST", "/v1/completions", {"prompt": "x"})
     assert r.status == 503 and r.headers["Retry-After"] and e["error"]["type"] == "server_error"
+
+
+def test_the_example_of_the_readme(h):
+    example = re.search(r"curl -sS http.*?'\n", (ROOT / "README.md").read_text(), re.S).group(0)
+    assert "127.0.0.1:8000" in example
+    out = subprocess.run(["bash", "-c", example.replace("127.0.0.1:8000", h.address)],
+                         capture_output=True, text=True, timeout=60)
+    assert out.returncode == 0 and out.stdout.endswith("data: [DONE]\n\n"), out.stdout + out.stderr
 
 
 # --- the official client ------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 """The two commands of README.md, as a newcomer would run them."""
+import json
 import os
 import pathlib
 import re
@@ -33,11 +34,12 @@ def test_quickstart_stays_up_until_interrupted():
     try:
         for line in p.stderr:
             lines.append(line)
-            if line.startswith("  router"):
+            if line.startswith("  logs"):
                 break
         else:
             raise AssertionError("".join(lines))
-        address = re.search(r"127\.0\.0\.1:\d+", line).group(0)
+        text = "".join(lines)
+        address = re.search(r"  router +(127\.0\.0\.1:\d+)", text).group(1)
         time.sleep(0.5)
         assert p.poll() is None
         ask = subprocess.run([ROOT / "build-release/batonctl", "generate", "--router", address,
@@ -45,6 +47,9 @@ def test_quickstart_stays_up_until_interrupted():
                              capture_output=True, text=True, timeout=60)
         assert ask.returncode == 0, ask.stderr
         assert ask.stdout.strip()
+        curl = subprocess.run(["bash", "-c", re.search(r"curl -sS .*", text).group(0)],
+                              capture_output=True, text=True, timeout=60)
+        assert json.loads(curl.stdout)["choices"][0]["message"]["content"], curl.stdout + curl.stderr
     finally:
         p.send_signal(signal.SIGINT)
         rest = p.communicate(timeout=60)
