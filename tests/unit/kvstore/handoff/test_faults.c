@@ -128,6 +128,43 @@ static void test_KVX_07_incompatible_pairs_are_refused_with_both_values(void **s
     node_close(&p);
 }
 
+/* Heads are not mapped from one layout to another: pairs with as many heads move every byte, all
+ * others are refused when they meet, whatever the transport. */
+static void test_KVX_06_heads_pair_only_with_as_many(void **state)
+{
+    static const int heads[] = {1, 2, 4, 8};
+    static const char *const transports[] = {NULL, "tcp"};
+    char one[20], two[20];
+
+    for (int t = 0; t < 2; t++) {
+        for (size_t i = 0; i < BT_ARRAY_LEN(heads); i++) {
+            struct node p;
+
+            open_node(&p, (struct node_opts){
+                              .name = "p0", .n_kv_heads = heads[i], .transports = transports[t]});
+            for (size_t k = 0; k < BT_ARRAY_LEN(heads); k++) {
+                struct node_opts od = {
+                    .name = "d0", .n_kv_heads = heads[k], .transports = transports[t]};
+                struct node d;
+
+                if (i != k) {
+                    snprintf(one, sizeof(one), "p0 has %d", heads[i]);
+                    snprintf(two, sizeof(two), "dx has %d", heads[k]);
+                    refused(&p, od, one, two);
+                    continue;
+                }
+                open_node(&d, od);
+                must_work(&p, &d);
+                /* 4 layers, K and V, heads, 32 numbers of 2 bytes, 100 tokens */
+                assert_true(kv_handoff_stats(d.h).bytes >=
+                            UINT64_C(4) * 2 * (uint64_t)heads[i] * 32 * 2 * 100);
+                node_close(&d);
+            }
+            node_close(&p);
+        }
+    }
+}
+
 static void test_wrong_partner(void **state)
 {
     struct node p, d;
@@ -718,6 +755,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_states_allow_their_edges_only),
         cmocka_unit_test(test_KVX_07_incompatible_pairs_are_refused_with_both_values),
+        cmocka_unit_test(test_KVX_06_heads_pair_only_with_as_many),
         cmocka_unit_test(test_wrong_partner),
         cmocka_unit_test(test_nobody_there),
         cmocka_unit_test(test_limits_of_create),
