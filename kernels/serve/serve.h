@@ -58,7 +58,7 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
         BT_CONF_STR(S, f.net_transports, "net.transports", "auto", 200,                            \
                     "UCX transports for KV transfers: auto, or names such as tcp."),               \
         BT_CONF_STR(S, f.net_method, "net.method", "auto", 16,                                     \
-                    "Who moves the bytes: auto, pull, message or put."),                           \
+                    "Who moves the bytes: auto; forced: pull (one host), message, put (RDMA)."),   \
         BT_CONF_BOOL(S, f.store, "store.enabled", "off",                                           \
                      "Share blocks of KV with other nodes and the KV store; needs Redis, prefix "  \
                      "reuse and tiers."),                                                          \

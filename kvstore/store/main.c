@@ -78,7 +78,7 @@ static const struct bt_conf_opt opts[] = {
                 "net.method",
                 "auto",
                 16,
-                "Who moves the bytes: auto, pull, message or put."),
+                "Who moves the bytes: auto; forced: pull (one host), message, put (RDMA)."),
     BT_CONF_BYTES(struct store_conf,
                   relay_bytes,
                   "relay.bytes",
