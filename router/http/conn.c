@@ -103,6 +103,7 @@ void rt_http_conn_close(struct rt_http_conn *c)
         return;
     }
     c->closed = true;
+    c->h->n_conns--;
     close(c->fd); /* leaves epoll too */
     c->fd = -1;
     if (c->ex) {
@@ -119,7 +120,6 @@ void rt_http_conn_close(struct rt_http_conn *c)
 
 void rt_http_conn_free(struct rt_http_conn *c)
 {
-    c->h->n_conns--;
     drop_body(c);
     bt_buf_fini(&c->in);
     bt_buf_fini(&c->out);
