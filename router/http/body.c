@@ -3,17 +3,22 @@
  * are. Every field that is known stands in one table; what is not in it is refused by name.
  *
  * A null is a field that is not there, but for max_tokens of a completion, where absence means 16
- * and null the end of the context. HTTP thread. */
-#include "router/http/http_int.h"
+ * and null the end of the context. Any thread. */
+#include "router/http/body.h"
 
+#include "common/base/buf.h"
 #include "common/conf/value.h"
 #include "common/file/json.h"
+#include "proto/wire/sampling.h"
 
 #include <math.h>
+#include <stddef.h>
 #include <stdlib.h>
 
 #define DEFAULT_COMPLETION_TOKENS 16
 #define MAX_CHAT_MESSAGES         4096
+#define MAX_DEPTH                 32
+#define MAX_VALUES                (1u << 20)
 
 /* Memory of one spec, freed with it. */
 struct rt_http_block {
@@ -709,7 +714,7 @@ static int read_prompts(struct reader *r)
 
 static int parse(struct reader *r, struct bt_str body)
 {
-    const struct bt_json_caps caps = {SIZE_MAX, RT_HTTP_MAX_VALUES, RT_HTTP_MAX_DEPTH};
+    const struct bt_json_caps caps = {SIZE_MAX, MAX_VALUES, MAX_DEPTH};
 
     baton__v1__sampling__init(&r->sampling);
     baton__v1__stopping__init(&r->stopping);

@@ -11,17 +11,14 @@
 
 #include "common/base/buf.h"
 #include "common/thr/thread.h"
+#include "router/http/body.h"
 #include "router/http/http.h"
 #include "router/router_int.h"
 
 #include <http_parser.h>
-#include <jansson.h>
 
-#define RT_HTTP_MAX_CHOICES  128
 #define RT_HTTP_MAX_HEADERS  100
 #define RT_HTTP_HEADER_BYTES 32768
-#define RT_HTTP_MAX_DEPTH    32
-#define RT_HTTP_MAX_VALUES   (1u << 20)
 #define RT_HTTP_MAX_ANSWER   (64u << 20) /* of an answer that is not streamed */
 #define RT_HTTP_ID_BYTES     128         /* of a client's request id */
 
@@ -101,34 +98,6 @@ struct rt_http_ask {
     struct bt_buf body;
     struct bt_err err;
 };
-
-/* --- a parsed body --- */
-
-struct rt_http_spec {
-    json_t *root; /* the messages borrow their strings from it */
-    struct rt_http_block *blocks;
-    bool chat, stream, include_usage, logprobs;
-    size_t n_prompts, n; /* choices per prompt */
-    Baton__V1__GenerateRequest *msgs;
-    char param[64]; /* of the error, empty = none */
-};
-
-/* Reads a body of /v1/chat/completions or /v1/completions. Errors: BT_E_INVALID, BT_E_FORMAT,
- * BT_E_TOO_LARGE, BT_E_NOMEM; fini is needed in any case. */
-int rt_http_spec_read(struct bt_str body,
-                      bool chat,
-                      const char *request_id,
-                      struct rt_http_spec *ret,
-                      struct bt_err *err) BT_MUST_USE;
-/* Body of /tokenize: spec->msgs[0] has text or chat, and the model. */
-int rt_http_spec_read_tokenize(struct bt_str body,
-                               struct rt_http_spec *ret,
-                               struct bt_err *err) BT_MUST_USE;
-/* Body of /detokenize: spec->msgs[0] has tokens, and the model. */
-int rt_http_spec_read_detokenize(struct bt_str body,
-                                 struct rt_http_spec *ret,
-                                 struct bt_err *err) BT_MUST_USE;
-void rt_http_spec_fini(struct rt_http_spec *spec);
 
 /* --- exchanges and connections; http thread --- */
 
