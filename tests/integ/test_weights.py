@@ -10,8 +10,8 @@ from wire import AUTO
 PROMPT = [(i * 7919) % 500 + 3 for i in range(700)]  # 5 blocks and a tail
 
 
-def ask(c):
-    return c.client.generate(ids=PROMPT, max_tokens=16, ignore_eos=True, path=AUTO, timeout=60)
+def ask(c, prompt=PROMPT):
+    return c.client.generate(ids=prompt, max_tokens=16, ignore_eos=True, path=AUTO, timeout=60)
 
 
 def solo(cluster, model, args=()):
@@ -28,9 +28,16 @@ def test_PFX_04_new_weights_under_the_same_name(cluster, tmp_path, change):
     c = cluster(model=str(model), prefill=0, decode=1, role="both", keeper=True, kvstore=1,
                 node_args=["--store.enabled=on", "--engine.bring=always", "--tier.host_bytes=64M",
                            f"--tier.disk_path={tmp_path}/disk"])
+    others = iter(range(3, 500))
+
+    def daemon_is_known():  # what was computed before the node knew it is not put
+        ask(c, [next(others)] * 150)
+        return c.status("store-0").blocks_announced
+
+    eventually(daemon_is_known, 20, "the node knows the daemon")
     assert list(ask(c).tokens) == old
     assert ask(c).usage.cached_tokens == 640
-    eventually(lambda: c.status("store-0").blocks_announced >= 5, 20, "blocks in the daemon")
+    eventually(lambda: c.status("store-0").blocks_announced >= 6, 20, "blocks in the daemon")
     for p in ("decode-0", "router"):
         c.procs[p].stop()
     assert len(list((tmp_path / "disk").rglob("*.kv"))) >= 5
