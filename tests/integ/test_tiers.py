@@ -218,12 +218,13 @@ def test_TIER_01_disk_turns_read_only(cluster, plain, tmp_path):
 @pytest.mark.sanitize
 def test_preempted_requests_come_back(cluster, plain):
     """More answers than the pool has room for: some give way, are swapped, and go on, same tokens."""
-    c = cluster(model="slow", prefill=0, decode=1, role="both", pool=pages(2048), node_args=tiers("256M"))
-    prompts = [ids(50 + k, 150 + 11 * k) for k in range(10)]
+    n, many, room = (60, 6, 1024) if SANITIZED else (200, 10, 2048)
+    c = cluster(model="slow", prefill=0, decode=1, role="both", pool=pages(room), node_args=tiers("256M"))
+    prompts = [ids(50 + k, 150 + 11 * k) for k in range(many)]
     got = [None] * len(prompts)
 
     def work(k):
-        got[k] = ask(c, prompts[k], n=200)
+        got[k] = ask(c, prompts[k], n=n)
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(len(prompts))]
     for t in threads:
@@ -231,12 +232,11 @@ def test_preempted_requests_come_back(cluster, plain):
     for t in threads:
         t.join()
     for k, p in enumerate(prompts):
-        assert got[k] and list(got[k].tokens) == plain(p, n=200)
+        assert got[k] and list(got[k].tokens) == plain(p, n=n)
     s = at_rest(c)
     assert s.preemptions > 0 and s.swapped > 0 and s.resumed > 0
 
 
-@pytest.mark.sanitize
 def test_SCHED_03_lengths_through_tiers(cluster, plain):
     """Around whole blocks, three times, pushed out of the pools in between; P, D and alone."""
     c = cluster(model="slow", prefill=1, decode=1, pool=pages(768), node_args=tiers("256M"))
