@@ -114,6 +114,8 @@ class Cluster:
                 self.seeds += [p.address for p in nodes if not p.name.startswith("store")]
             self.add_router("router", router_args).wait_ready()
             self.client = self.client_of("router")
+            if kvstore:
+                time.sleep(0.3)  # nodes read the membership every 100 ms
             if wait:
                 names = {p.name for p in nodes}
                 eventually(lambda: names <= set(self.ready_nodes()), 20, "nodes ready")

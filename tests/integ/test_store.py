@@ -162,16 +162,31 @@ def test_put_by_one_node_is_a_hit_on_another(cluster):
 def test_node_serves_its_own_tiers(cluster):
     """Without a daemon: what one node holds is a hit on another."""
     c = cluster(prefill=0, decode=2, role="both", node_args=SHARING)
-    want = ask(c, 1000, AUTO).tokens
-    first = next(n for n in ("decode-0", "decode-1") if c.status(n).tokens_computed)
-    other = "decode-1" if first == "decode-0" else "decode-0"
-    eventually(lambda: c.status(first).blocks_announced >= 7, 10, "blocks announced")
-    # The router sends it where it lies; so asked directly.
-    r = Router(c.procs[other].address)
-    r.start(1, prompt=ids(1000), max_tokens=len(want))
-    assert r.ended(1).finish and r.tokens(1) == list(want)
-    r.close()
-    assert c.status(other).store_loaded == 7 and c.status(first).store_gets == 7
+    numbers = iter(range(1, 1000))
+
+    def direct(name, prompt, n):  # the router sends it where it lies; so asked directly
+        r = Router(c.procs[name].address)
+        r.start(1, prompt=prompt, max_tokens=n)
+        assert r.ended(1).finish
+        tokens = list(r.tokens(1))
+        r.close()
+        return tokens
+
+    def other_finds_it():  # not before it knows of the first node
+        prompt = [next(numbers) + 2] * 150
+        announced = c.status("decode-0").blocks_announced
+        direct("decode-0", prompt, 1)
+        eventually(lambda: c.status("decode-0").blocks_announced > announced, 10, "block announced")
+        direct("decode-1", prompt, 1)
+        return c.status("decode-1").store_loaded
+
+    eventually(other_finds_it, 20, "one node knows the other")
+    announced = c.status("decode-0").blocks_announced
+    want = direct("decode-0", ids(1000), 20)
+    eventually(lambda: c.status("decode-0").blocks_announced >= announced + 7, 10, "blocks announced")
+    loaded, gets = c.status("decode-1").store_loaded, c.status("decode-0").store_gets
+    assert direct("decode-1", ids(1000), 20) == want
+    assert c.status("decode-1").store_loaded == loaded + 7 and c.status("decode-0").store_gets == gets + 7
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
