@@ -212,7 +212,7 @@ static int set_part(struct loader *ld, struct kn_weight *w, int part, const stru
 
 static int load_row(struct loader *ld, const struct kn_bind *b, int il, struct kn_layer *layer)
 {
-    const struct bt_tensor *t;
+    const struct bt_tensor *t = NULL;
     char name[128];
     void *field = (char *)layer + b->offset;
     int rc;
@@ -235,7 +235,7 @@ static int load_row(struct loader *ld, const struct kn_bind *b, int il, struct k
 
 static int walk(struct loader *ld, const struct kn_arch *arch, struct kn_weights *w)
 {
-    const struct bt_tensor *t;
+    const struct bt_tensor *t = NULL;
     int rc;
 
     ld->used = 0;

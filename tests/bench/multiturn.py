@@ -109,7 +109,7 @@ PLACES = {
     "engine": ["--tier.host_bytes=0"],
     "host": ["--tier.host_bytes=1G"],
     "disk": ["--tier.host_bytes=48M", "--tier.disk_path={disk}", "--tier.disk_write_rate=0"],
-    "store": ["--tier.host_bytes=0"],
+    "store": ["--store.enabled=on", "--tier.host_bytes=256M"],
 }
 
 
