@@ -1,18 +1,45 @@
-/* One call to a router, from connecting to its status. */
+/* One call to a router or node, from connecting to its status, and its exit code. */
 #include "deploy/ctl/ctl.h"
-
-#include <stdio.h>
 
 struct running {
     const struct ctl_call *c;
+    const char *address;
+    bool reached; /* there was a connection, so that UNAVAILABLE is the other side's word */
     int code;
 };
 
+static void on_state(void *user, enum bt_rpc_conn_state state)
+{
+    struct running *r = user;
+
+    r->reached = r->reached || state == BT_RPC_CONN_READY;
+}
+
 static void on_message(struct bt_rpc_client_call *call, const ProtobufCMessage *msg)
 {
-    const struct running *r = bt_rpc_client_user(call);
+    struct running *r = bt_rpc_client_user(call);
 
-    r->c->message(msg);
+    r->reached = true;
+    r->c->message(r->c->user, msg);
+}
+
+static int code_of(const struct running *r, int status)
+{
+    switch (status) {
+    case BT_RPC_OK:
+        return CTL_OK;
+    case BT_RPC_UNAVAILABLE:
+        return r->reached ? CTL_FAILED : CTL_UNREACHABLE;
+    case BT_RPC_DEADLINE_EXCEEDED:
+        return CTL_TIMEOUT;
+    case BT_RPC_NOT_FOUND:
+        return CTL_NOT_FOUND;
+    case BT_RPC_UNAUTHENTICATED:
+    case BT_RPC_PERMISSION_DENIED:
+        return CTL_DENIED;
+    default:
+        return CTL_FAILED;
+    }
 }
 
 static void on_closed(struct bt_rpc_client_call *call, int status, const char *text)
@@ -21,21 +48,22 @@ static void on_closed(struct bt_rpc_client_call *call, int status, const char *t
 
     if (status != BT_RPC_OK) {
         fprintf(stderr, "batonctl: %s: %s\n", bt_rpc_status_name(status), text);
-        r->code = 1;
     }
+    r->code = code_of(r, status);
     bt_loop_stop(bt_rpc_client_loop(call));
 }
 
 static int fail(int rc, const struct bt_err *err)
 {
     fprintf(stderr, "batonctl: %s\n", bt_err_msg(err, rc));
-    return 1;
+    return CTL_FAILED;
 }
 
-int ctl_run(const char *router, const struct ctl_call *c)
+int ctl_run(const char *address, const struct ctl_call *c)
 {
     static const struct bt_rpc_client_events events = {.message = on_message, .closed = on_closed};
-    struct running r = {.c = c};
+    struct running r = {.c = c, .address = address};
+    struct bt_rpc_channel_config cc = {.on_state = on_state, .user = &r};
     struct bt_rpc_client_args a = {.path = c->path,
                                    .response = c->response,
                                    .events = &events,
@@ -52,7 +80,7 @@ int ctl_run(const char *router, const struct ctl_call *c)
     if (rc < 0) {
         return fail(rc, &err);
     }
-    rc = bt_rpc_channel_create(loop, router, NULL, &channel, &err);
+    rc = bt_rpc_channel_create(loop, address, &cc, &channel, &err);
     if (rc == BT_OK) {
         rc = bt_rpc_client_start(channel, &a, &call, &err);
         if (rc == BT_OK) {

@@ -1,29 +1,100 @@
-/* batonctl: what its commands share. One thread. */
+/* batonctl: what its commands share. One thread.
+ *
+ * commands.c holds two tables: the options there are, and the commands with the options each takes.
+ * Arguments are read, checked and explained from them, and whatever else lists commands
+ * (completion, the man page) goes through them as well. A command is one file with one function. */
 #ifndef CTL_CTL_H
 #define CTL_CTL_H
 
 #include "common/rpc/client.h"
 #include "proto/baton.pb-c.h"
 
+#include <stdio.h>
+
+/* Exit codes; scripts rely on them. Texts are in ctl_exit_texts. */
+enum ctl_exit {
+    CTL_OK = 0,
+    CTL_FAILED = 1,      /* refused or gone wrong, also in part; stderr says what */
+    CTL_USAGE = 2,       /* nothing was done */
+    CTL_UNREACHABLE = 3, /* who would have to do it does not answer */
+    CTL_TIMEOUT = 4,     /* asked for, but not seen to be done within --timeout */
+    CTL_NOT_FOUND = 5,   /* no such node, request, workload */
+    CTL_DENIED = 6,      /* token or rights */
+    CTL_EXIT_COUNT,
+};
+extern const char *const ctl_exit_texts[CTL_EXIT_COUNT];
+
+enum ctl_output { CTL_TABLE, CTL_JSON };
+
+#define CTL_MAX_WORDS 16
+
+/* What was given; NULL, false or 0 where it was not, if the table names no default. Strings are of
+ * argv. */
 struct ctl_args {
-    const char *command;
-    const char *router;
-    const char *node; /* NULL = not given */
-    const char *prompt;
-    bool chat;
-    int64_t max_tokens; /* 0 = to the end of the context */
+    const struct ctl_command *command;
+    const char *words[CTL_MAX_WORDS]; /* arguments that are no options; their number is checked */
+    size_t n_words;
+    const char *router, *node, *prompt;
+    bool chat, help, wait, dry_run;
+    int64_t max_tokens;
+    uint64_t timeout_ns;
+    int output; /* enum ctl_output */
 };
 
-/* One call with its messages; runs the loop until it is closed. Returns the process's exit code;
- * a failed call is told on stderr. */
+enum ctl_kind {
+    CTL_K_FLAG,   /* bool */
+    CTL_K_TEXT,   /* const char * */
+    CTL_K_COUNT,  /* int64_t within min..max */
+    CTL_K_TIME,   /* uint64_t, ns; "500ms", "30s" */
+    CTL_K_CHOICE, /* int, index into choices */
+};
+
+struct ctl_option {
+    const char *name; /* without dashes */
+    char letter;      /* 0 = none */
+    enum ctl_kind kind;
+    size_t offset;     /* in struct ctl_args */
+    const char *value; /* what the usage calls its value; NULL for flags */
+    const char *def;   /* as text; NULL = none */
+    int64_t min, max;
+    const char *const *choices; /* NULL at the end */
+    const char *help;
+};
+
+struct ctl_command {
+    const char *name;
+    const char *words; /* as the usage shows them, "" = none */
+    size_t min_words, max_words;
+    const char *options; /* names, a blank between them; "prompt!" must be given */
+    const char *summary; /* one line */
+    const char *details; /* more lines for `batonctl NAME --help`; NULL = none */
+    int (*run)(const struct ctl_args *a);
+};
+
+extern const struct ctl_option ctl_options[];
+extern const size_t ctl_n_options;
+extern const struct ctl_command ctl_commands[];
+extern const size_t ctl_n_commands;
+
+/* The command takes the option; *ret_must: it needs it. */
+bool ctl_takes(const struct ctl_command *c, const struct ctl_option *o, bool *ret_must);
+/* Of one command, or of all of them where c is NULL. */
+void ctl_usage(FILE *to, const struct ctl_command *c);
+/* CTL_OK; else the exit code, and stderr says why. --help is CTL_OK with ret->help set and nothing
+ * else checked. ret->command is NULL where none was named (with --help or --version). */
+int ctl_read_args(int argc, char **argv, struct ctl_args *ret);
+
+/* One call with its messages; runs the loop until it is closed. Returns an exit code; a failed call
+ * is told on stderr. */
 struct ctl_call {
     const char *path;
     const ProtobufCMessage *request;
     const ProtobufCMessageDescriptor *response;
     uint64_t deadline_ns; /* 0 = none */
-    void (*message)(const ProtobufCMessage *msg);
+    void (*message)(void *user, const ProtobufCMessage *msg);
+    void *user;
 };
-int ctl_run(const char *router, const struct ctl_call *c);
+int ctl_run(const char *address, const struct ctl_call *c);
 
 int ctl_generate(const struct ctl_args *a);
 int ctl_status(const struct ctl_args *a);

@@ -3,7 +3,7 @@
 
 #include <stdio.h>
 
-static void on_message(const ProtobufCMessage *msg)
+static void on_message(void *user, const ProtobufCMessage *msg)
 {
     const Baton__V1__GenerateResponse *m = (const void *)msg;
 

@@ -7,7 +7,7 @@
 
 /* Fields of a status are numbers and texts; whatever a newer node adds is printed as well once its
  * descriptor is here. */
-static void on_message(const ProtobufCMessage *msg)
+static void on_message(void *user, const ProtobufCMessage *msg)
 {
     for (unsigned i = 0; i < msg->descriptor->n_fields; i++) {
         const ProtobufCFieldDescriptor *f = &msg->descriptor->fields[i];
@@ -41,7 +41,7 @@ int ctl_node(const struct ctl_args *a)
     struct ctl_call c = {.path = "/baton.v1.Node/GetStatus",
                          .request = &m.base,
                          .response = &baton__v1__node_status__descriptor,
-                         .deadline_ns = bt_deadline_ns(10 * BT_NS_PER_S),
+                         .deadline_ns = bt_deadline_ns(a->timeout_ns),
                          .message = on_message};
 
     return ctl_run(a->node, &c);

@@ -4,7 +4,7 @@
 
 #include <stdio.h>
 
-static void on_message(const ProtobufCMessage *msg)
+static void on_message(void *user, const ProtobufCMessage *msg)
 {
     const Baton__V1__ServerInfo *m = (const void *)msg;
 
@@ -33,7 +33,7 @@ int ctl_status(const struct ctl_args *a)
     struct ctl_call c = {.path = "/baton.v1.Baton/GetServer",
                          .request = &m.base,
                          .response = &baton__v1__server_info__descriptor,
-                         .deadline_ns = bt_deadline_ns(10 * BT_NS_PER_S),
+                         .deadline_ns = bt_deadline_ns(a->timeout_ns),
                          .message = on_message};
 
     return ctl_run(a->router, &c);

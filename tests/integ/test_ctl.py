@@ -43,13 +43,25 @@ def test_errors(cluster):
     out = ctl("generate", *at, "--prompt", "")
     assert out.returncode == 1 and "INVALID_ARGUMENT" in out.stderr
     out = ctl("status", "--router", "127.0.0.1:1")
-    assert out.returncode == 1 and "UNAVAILABLE" in out.stderr
+    assert out.returncode == 3 and "UNAVAILABLE" in out.stderr and out.stdout == ""
 
 
 def test_usage():
-    assert ctl("--help").returncode == 0
+    out = ctl("--help")
+    assert out.returncode == 0 and "generate" in out.stdout and "exit codes" in out.stdout
+    out = ctl("status", "--help")
+    assert out.returncode == 0 and "--router ADDRESS" in out.stdout and "--prompt" not in out.stdout
     assert "0." in ctl("--version").stdout
     for args in ([], ["fly"], ["generate"], ["generate", "--prompt"], ["status", "--colour"], ["node"],
-                 ["generate", "--prompt", "x", "--max-tokens", "many"]):
+                 ["generate", "--prompt", "x", "--max-tokens", "many"], ["status", "--prompt", "x"], ["status", "x"],
+                 ["status", "--timeout=soon"], ["status", "--router", "a:1", "--router", "b:1"]):
         out = ctl(*args)
-        assert out.returncode == 2 and "usage" in out.stderr, args
+        assert out.returncode == 2 and "usage" in out.stderr and out.stdout == "", args
+
+
+def test_CLI_01_what_cannot_be_written_is_no_success(cluster):
+    c = cluster()
+    with open("/dev/full", "w") as full:
+        p = subprocess.run([BUILD / "batonctl", "status", "--router", c.procs["router"].address], stdout=full,
+                           stderr=subprocess.PIPE, text=True, timeout=60)
+    assert p.returncode == 1 and "write" in p.stderr
