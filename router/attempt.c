@@ -90,6 +90,7 @@ static void fill_start(struct rt_request *req, Baton__V1__StartRequest *m)
     m->answered = req->answer.ids.p;
     m->claim = req->claim;
     m->cache_salt = req->cache_salt;
+    m->request_id = req->id;
     if (req->deadline_ns != BT_NEVER_NS) {
         uint64_t now = rt_request_now(req);
 
@@ -105,7 +106,8 @@ start_pair(struct rt_request *req, struct rt_node *p, struct rt_node *d, Baton__
     struct rt_start start = {.req = req, .msg = m, .est = &req->est};
     int rc;
 
-    ref.id_hi = rt_random(req->router);
+    ref.id_hi =
+        strtoull(req->id, NULL, 16); /* so that the daemon's and the handoff's logs name it */
     ref.id_lo = rt_random(req->router) | 1; /* never all zero */
     ref.peer_name = p->name;
     ref.peer_incarnation = p->incarnation;

@@ -14,6 +14,7 @@ static const char *const paths[] = {"auto", "direct", "local", "store", NULL}; /
 
 static const struct bt_conf_opt opts[] = {
     BT_NODE_CONF_ROWS(struct rt_conf, common),
+    BT_NODE_CONF_ACCESS_ROW(struct rt_conf, common),
     BT_CLUSTER_CONF_ROWS(struct rt_conf, cluster),
     BT_CONF_STR(struct rt_conf,
                 name,

@@ -30,6 +30,7 @@ struct bt_node {
     pthread_t thread;
     bool thread_runs;
     int signal_fd, wake_fd;
+    struct bt_lines *access_log; /* NULL = none */
     bool ready_written;
     bool quit; /* atomic: set by destroy before it wakes the thread */
 
@@ -78,6 +79,11 @@ void bt_node_request_stop(struct bt_node *node)
     tell(node);
 }
 
+struct bt_lines *bt_node_access_log(const struct bt_node *node)
+{
+    return node->access_log;
+}
+
 bool bt_node_stopping(const struct bt_node *node)
 {
     return __atomic_load_n(&node->stopping, __ATOMIC_ACQUIRE);
@@ -93,7 +99,7 @@ void bt_node_on_stop(struct bt_node *node, void (*stop)(void *arg), void *arg)
     tell(node);
 }
 
-/* The first signal stops, the second ends the process. */
+/* Of those that ask to stop the first one does, the second ends the process. */
 static void *signal_main(void *p)
 {
     struct bt_node *node = p;
@@ -104,6 +110,11 @@ static void *signal_main(void *p)
     while (!__atomic_load_n(&node->quit, __ATOMIC_ACQUIRE)) {
         if (poll(fds, BT_ARRAY_LEN(fds), -1) < 0 || !(fds[0].revents & POLLIN) ||
             read(node->signal_fd, &info, sizeof(info)) != (ssize_t)sizeof(info)) {
+            continue;
+        }
+        if (info.ssi_signo == SIGHUP) {
+            BT_INFO("reopen", "msg=\"signal asks to open the logs again\"");
+            bt_lines_reopen(node->access_log);
             continue;
         }
         if (++n_signals > 1) {
@@ -158,6 +169,7 @@ static int start_signals(struct bt_node *node, struct bt_err *err)
     sigemptyset(&set);
     sigaddset(&set, SIGTERM);
     sigaddset(&set, SIGINT);
+    sigaddset(&set, SIGHUP);
     sigaction(SIGPIPE, &ignore, NULL);
     if (pthread_sigmask(SIG_BLOCK, &set, NULL) != 0) {
         return BT_FAIL(err, BT_E_SYS, "cannot block signals");
@@ -188,6 +200,12 @@ static int start(struct bt_node *node, pid_t parent, struct bt_err *err)
     BT_INFO("start", "msg=\"%s %s\" pid=%d cpus=%d open_files_max=%llu", node->program, BT_VERSION,
             (int)getpid(), bt_cpus_usable(), files);
     bt_conf_log(node->conf);
+    if (node->common->access_log && node->common->access_log[0]) {
+        rc = bt_lines_open(node->common->access_log, &node->access_log, err);
+        if (rc < 0) {
+            return rc;
+        }
+    }
     return start_signals(node, err);
 }
 
@@ -378,6 +396,7 @@ void bt_node_destroy(struct bt_node *node)
         bt_eventfd_wake(&node->wake_fd);
         pthread_join(node->thread, NULL);
     }
+    bt_lines_close(node->access_log);
     bt_close_fd(&node->signal_fd);
     bt_close_fd(&node->wake_fd);
     if (node->ready_written) {

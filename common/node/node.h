@@ -13,12 +13,13 @@
  *   return BT_EXIT_OK;
  *
  * Signals: SIGTERM and SIGINT are blocked in all threads and read by the thread "signal". The first
- * one asks to stop (drain), the second ends the process at once with exit code 1. SIGPIPE is
- * ignored. */
+ * one asks to stop (drain), the second ends the process at once with exit code 1. SIGHUP opens the
+ * access log again. SIGPIPE is ignored. */
 #ifndef BT_NODE_NODE_H
 #define BT_NODE_NODE_H
 
 #include "common/conf/conf.h"
+#include "common/obs/lines.h"
 
 enum bt_exit {
     BT_EXIT_OK = 0,
@@ -35,6 +36,7 @@ struct bt_node_conf {
     char *ready_file;
     bool die_with_parent;
     bool allow_insecure;
+    char *access_log; /* NULL where the binary has no row for it */
 };
 
 extern const char *const bt_node_log_levels[];
@@ -49,6 +51,12 @@ extern const char *const bt_node_log_levels[];
                      "Be killed when the thread that started this process ends."),                 \
         BT_CONF_BOOL(S, f.allow_insecure, "allow_insecure", "false",                               \
                      "Listen on addresses other than loopback without encryption.")
+
+/* A row for binaries that write an access log. */
+#define BT_NODE_CONF_ACCESS_ROW(S, f)                                                              \
+    BT_CONF_STR(S, f.access_log, "access_log", "", 4000,                                           \
+                "File that gets one JSON line for each request that has ended; opened again at "   \
+                "SIGHUP; - is standard output, empty is none.")
 
 struct bt_node_args {
     struct bt_conf_spec spec;
@@ -71,6 +79,8 @@ void bt_node_on_stop(struct bt_node *node, void (*stop)(void *arg), void *arg);
 /* Stops as a signal would; any thread (a fault that the process cannot outlive, an end of input).
  */
 void bt_node_request_stop(struct bt_node *node);
+/* The access log, NULL = none is configured; borrowed until bt_node_destroy. */
+struct bt_lines *bt_node_access_log(const struct bt_node *node);
 /* True once stopping was asked for; any thread. Long start-up work looks at it. */
 bool bt_node_stopping(const struct bt_node *node);
 

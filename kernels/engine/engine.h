@@ -34,6 +34,15 @@ enum kn_finish { KN_FINISH_NONE, KN_FINISH_STOP, KN_FINISH_LENGTH };
 
 struct kn_engine;
 
+/* Where a leg's time went until its first own token; the four follow one another. See LegTimes of
+ * proto/node.proto. */
+struct kn_times {
+    uint64_t queue_ns, load_ns, wait_ns, compute_ns;
+    uint32_t tier_tokens[KV_N_TIERS]; /* found instead of computed */
+    const char *transport;            /* decode leg; static, NULL = nothing came */
+    uint64_t bytes;                   /* decode leg: that came */
+};
+
 struct kn_output {
     uint64_t tag;    /* of the request */
     uint32_t offset; /* of the first token in the answer */
@@ -44,6 +53,8 @@ struct kn_output {
     int rc;                        /* < 0: failed, last output; err_msg says why */
     char err_msg[160];
     uint32_t cached_tokens; /* of prompt and answered, not computed because their KV was here */
+    bool timed;             /* the first own token of the leg is among these: times is filled */
+    struct kn_times times;
 };
 
 /* One engine step's outputs; belongs to the receiver, who frees it with kn_step_free. `msg` is

@@ -409,13 +409,14 @@ static uint32_t count_good(const struct kn_sched *sched, const struct kn_seq *s)
 }
 
 /* Where the first n of the blocks found lay. */
-static void count_tiers(struct kn_sched *sched, const struct kn_seq *s, uint32_t n)
+static void count_tiers(struct kn_sched *sched, struct kn_seq *s, uint32_t n)
 {
     for (uint32_t i = 0; i < s->n_parts; i++) {
         for (int tier = 0; tier < KV_N_TIERS; tier++) {
             uint32_t k = BT_MIN(n, s->parts[i].find.n_tier[tier]);
 
             sched->stats.tier_tokens[tier] += (uint64_t)k * block_tokens(sched);
+            s->tier_tokens[tier] += k * block_tokens(sched);
             n -= k;
         }
     }

@@ -304,6 +304,9 @@ static void admit(struct planner *p, struct kn_seq *s, uint32_t n_pages, uint32_
     struct kn_sched *sched = p->sched;
     bool computes = kn_seq_computes(s);
 
+    if (!s->placed_ns) {
+        s->placed_ns = kn_sched_clock(sched);
+    }
     kn_sched_use_held(sched, s);
     kn_sched_take_pages(sched, s, n_pages - s->n_pages,
                         n_load || !computes ? KV_OWNER_TRANSFER : KV_OWNER_SEQ);
@@ -540,6 +543,9 @@ static void add_row(struct kn_sched *sched, struct kn_seq *s)
         .loading = s->state == KN_SEQ_LOADING,
     };
     BT_BUG_ON(row->n_pages > s->n_pages);
+    if (!s->begun_ns) {
+        s->begun_ns = sched->now_ns;
+    }
     memcpy(plan->ids + plan->n_tokens, s->ids + pos, row->n_tokens * sizeof(*plan->ids));
     memcpy(plan->pages + plan->n_pages, s->pages, row->n_pages * sizeof(*plan->pages));
     plan->n_tokens += row->n_tokens;

@@ -105,6 +105,7 @@ void kn_sched_use_held(struct kn_sched *sched, struct kn_seq *s)
     s->match_changes = 0;
     if (!s->placed && kn_seq_computes(s)) {
         sched->stats.tier_tokens[KV_TIER_POOL] += s->n_computed;
+        s->tier_tokens[KV_TIER_POOL] = s->n_computed;
     }
 }
 
@@ -114,6 +115,9 @@ void kn_sched_begin_computing(struct kn_sched *sched, struct kn_seq *s)
         s->placed = true;
         s->cached_tokens = s->n_computed;
         sched->stats.tokens_cached += s->n_computed;
+    }
+    if (!s->ready_ns) {
+        s->ready_ns = kn_sched_clock(sched);
     }
     kn_sched_set_state(sched, s, KN_SEQ_PREFILLING);
 }

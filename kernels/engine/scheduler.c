@@ -121,8 +121,31 @@ void kn_sched_set_state(struct kn_sched *sched, struct kn_seq *s, enum kn_seq_st
     kn_sched_recount(sched, s);
 }
 
+static uint64_t span(uint64_t from, uint64_t to)
+{
+    return to > from ? to - from : 0;
+}
+
+/* Loads that a row has overtaken end, as far as they show, where it began. */
+static void fill_times(struct kn_sched *sched, const struct kn_seq *s, struct kn_times *t)
+{
+    uint64_t ready = BT_MIN(s->ready_ns ? s->ready_ns : s->placed_ns, s->begun_ns);
+
+    *t = (struct kn_times){.queue_ns = span(s->came_ns, s->placed_ns),
+                           .load_ns = span(s->placed_ns, ready),
+                           .wait_ns = span(BT_MAX(ready, s->placed_ns), s->begun_ns),
+                           .compute_ns = span(s->begun_ns, kn_sched_clock(sched)),
+                           .transport = s->transport,
+                           .bytes = s->recv_bytes};
+    memcpy(t->tier_tokens, s->tier_tokens, sizeof(t->tier_tokens));
+}
+
 static void say(struct kn_sched *sched, struct kn_seq *s, struct kn_output *out)
 {
+    if (out->n_tokens > 0 && !s->times_told) {
+        s->times_told = out->timed = true;
+        fill_times(sched, s, &out->times);
+    }
     out->cached_tokens = s->cached_tokens;
     BT_BUG_ON(s->said_last);
     s->said_last = out->rc < 0 || out->finish != KN_FINISH_NONE || out->handed_over;
@@ -284,6 +307,7 @@ static void recv_complete(struct kn_sched *sched, struct kn_seq *s, const struct
     enum kn_finish end = KN_FINISH_NONE;
 
     s->received = true;
+    s->ready_ns = kn_sched_clock(sched);
     s->placed = true; /* KV that was received is no cache hit, also after a preemption */
     kn_sched_own_pages(sched, s, KV_OWNER_SEQ);
     if (first->n_tokens > KV_HANDOFF_MAX_FIRST) {

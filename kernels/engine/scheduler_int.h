@@ -130,6 +130,12 @@ void kn_sched_leave_tail(struct kn_seq *s);
 uint32_t kn_sched_count_offers(struct kn_sched *sched);
 void kn_sched_uncount_offers(struct kn_sched *sched);
 
+/* The moment, more exactly than the step's begin where there is a clock. */
+static inline uint64_t kn_sched_clock(const struct kn_sched *sched)
+{
+    return sched->cfg.clock ? sched->cfg.clock(sched->cfg.post_arg) : sched->now_ns;
+}
+
 static inline uint32_t kn_sched_block_tokens(const struct kn_sched *sched)
 {
     return sched->cfg.index ? kv_index_block_tokens(sched->cfg.index) : 0;

@@ -2,6 +2,7 @@
 #include "kernels/engine/seq.h"
 
 #include "common/base/buf.h"
+#include "common/thr/time.h"
 
 #include <stdlib.h>
 
@@ -84,6 +85,7 @@ int kn_seq_create(const struct kn_submit_args *a,
         return BT_FAIL(err, BT_E_NOMEM, "request: no memory");
     }
     bt_list_init(&s->link);
+    s->came_ns = bt_now_ns();
     s->tag = a->tag;
     s->claim = a->claim;
     s->deadline_ns = a->deadline_ns;

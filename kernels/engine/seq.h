@@ -54,6 +54,14 @@ struct kn_seq {
     uint64_t deadline_ns;
     enum kn_leg leg;
 
+    /* When it came, first had pages, had all that others bring, and was first in a step; 0 = not
+     * yet. Told once, with its first own token. */
+    uint64_t came_ns, placed_ns, ready_ns, begun_ns;
+    bool times_told;
+    uint32_t tier_tokens[KV_N_TIERS]; /* of cached_tokens */
+    const char *transport;            /* of what was received; static */
+    uint64_t recv_bytes;
+
     int32_t *ids;        /* prompt, then answer */
     uint32_t n_prompt;   /* tokens */
     uint32_t n_answered; /* answer tokens that were out before the request came */

@@ -15,6 +15,8 @@ static void handle_xfer_done(struct bt_msg *msg, void *consumer)
         s->send = NULL;
     }
     if (s->recv) {
+        s->transport = kv_recv_transport(s->recv);
+        s->recv_bytes = kv_recv_bytes(s->recv);
         kv_recv_release(s->recv);
         s->recv = NULL;
     }

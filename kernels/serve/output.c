@@ -33,8 +33,9 @@ static void *carve(struct block *b, size_t n, size_t size)
 static size_t message_bytes(const struct kn_session *ses)
 {
     size_t bytes =
-        ses->n_outputs * (padded(sizeof(Baton__V1__StreamOutput)) + padded(sizeof(void *)) +
-                          padded(sizeof(Baton__V1__StreamError)) + 64) +
+        ses->n_outputs *
+            (padded(sizeof(Baton__V1__StreamOutput)) + padded(sizeof(void *)) +
+             padded(sizeof(Baton__V1__StreamError)) + padded(sizeof(Baton__V1__LegTimes)) + 64) +
         64;
 
     for (size_t i = 0; i < ses->n_outputs; i++) {
@@ -85,6 +86,21 @@ static Baton__V1__FinishReason finish_of(enum kn_finish f)
     return BATON__V1__FINISH_REASON__FINISH_NONE;
 }
 
+static void put_times(const struct kn_times *t, Baton__V1__LegTimes *m)
+{
+    baton__v1__leg_times__init(m);
+    m->queue_us = t->queue_ns / 1000;
+    m->load_us = t->load_ns / 1000;
+    m->wait_us = t->wait_ns / 1000;
+    m->compute_us = t->compute_ns / 1000;
+    m->pool_tokens = t->tier_tokens[KV_TIER_POOL];
+    m->host_tokens = t->tier_tokens[KV_TIER_HOST];
+    m->disk_tokens = t->tier_tokens[KV_TIER_DISK];
+    m->store_tokens = t->tier_tokens[KV_TIER_STORE];
+    m->transport = (char *)(uintptr_t)(t->transport ? t->transport : "");
+    m->bytes = t->bytes;
+}
+
 static void
 put_output(struct block *b, const struct kn_session_output *so, Baton__V1__StreamOutput *m)
 {
@@ -111,6 +127,10 @@ put_output(struct block *b, const struct kn_session_output *so, Baton__V1__Strea
     m->finish = finish_of(o->finish);
     m->handed_over = o->handed_over;
     m->cached_tokens = o->cached_tokens;
+    if (o->timed) {
+        m->times = carve(b, 1, sizeof(*m->times));
+        put_times(&o->times, m->times);
+    }
     if (o->rc < 0) {
         m->error = carve(b, 1, sizeof(*m->error));
         baton__v1__stream_error__init(m->error);

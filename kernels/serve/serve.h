@@ -42,8 +42,8 @@ extern const char *const kn_serve_brings[];    /* cheaper, always */
 extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype */
 
 #define KN_SERVE_CONF_ROWS(S, f)                                                                   \
-    BT_NODE_CONF_ROWS(S, f.common), BT_CLUSTER_CONF_ROWS(S, f.cluster),                            \
-        KV_TIERS_CONF_ROWS(S, f.tiers),                                                            \
+    BT_NODE_CONF_ROWS(S, f.common), BT_NODE_CONF_ACCESS_ROW(S, f.common),                          \
+        BT_CLUSTER_CONF_ROWS(S, f.cluster), KV_TIERS_CONF_ROWS(S, f.tiers),                        \
         BT_CONF_STR(                                                                               \
             S, f.name, "name", "", 63,                                                             \
             "Name of this node, unique in the cluster; empty = role, host and process id."),       \

@@ -102,6 +102,12 @@ struct kn_stream {
     uint64_t stream_id;         /* the router's */
     struct kn_session *session; /* NULL once it has ended: the output goes nowhere */
     bool logprobs;
+    /* access.c */
+    char request_id[64], peer[64];
+    enum kn_leg leg;
+    uint64_t came_ns;
+    uint32_t n_prompt, n_tokens;
+    struct kn_times times;
 };
 
 /* session.c */
@@ -153,6 +159,10 @@ void kn_store_members(void *arg, struct bt_members *take_members);
 void kn_store_stop(struct kn_serve *s);
 void kn_store_close(struct kn_serve *s);
 void kn_store_status(struct kn_serve *s, Baton__V1__NodeStatus *m);
+
+/* access.c */
+void kn_access_begin(struct kn_stream *st, const Baton__V1__StartRequest *req, enum kn_leg leg);
+void kn_access_end(const struct kn_serve *s, const struct kn_stream *st, const struct kn_output *o);
 
 /* start.c: checks a StartRequest and submits it. Errors are for the router. */
 int kn_start_stream(struct kn_session *ses,

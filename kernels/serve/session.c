@@ -129,8 +129,9 @@ static void on_start(struct kn_session *ses, const Baton__V1__StartRequest *req)
 
     ses->n_starts++;
     if (rc < 0) {
-        BT_DEBUG("refuse", "router=%s stream=%llu rc=%s msg=\"%s\"", ses->router,
-                 (unsigned long long)req->stream_id, bt_rc_name(rc), bt_err_msg(&err, rc));
+        BT_DEBUG("refuse", "req=%.20s router=%s stream=%llu rc=%s msg=\"%s\"", req->request_id,
+                 ses->router, (unsigned long long)req->stream_id, bt_rc_name(rc),
+                 bt_err_msg(&err, rc));
         check_sent(ses, kn_output_send_error(ses, req->stream_id, rc, bt_err_msg(&err, rc)));
     }
 }
@@ -266,6 +267,12 @@ void kn_session_step(struct kn_serve *s, struct kn_step *take_step)
         struct kn_stream *st = bt_map_get(&s->streams, o->tag);
         struct kn_session *ses = st ? st->session : NULL;
 
+        if (st) {
+            st->n_tokens += o->n_tokens;
+            if (o->timed) {
+                st->times = o->times;
+            }
+        }
         if (ses && !ses->closing) {
             if (ses->n_outputs == 0) {
                 bt_list_push_back(&touched, &ses->touched);
@@ -286,6 +293,9 @@ void kn_session_step(struct kn_serve *s, struct kn_step *take_step)
             continue;
         }
         st = bt_map_del(&s->streams, take_step->outputs[i].tag);
+        if (st) {
+            kn_access_end(s, st, &take_step->outputs[i]);
+        }
         if (st && st->session) {
             bt_map_del(&st->session->streams, st->stream_id);
         }

@@ -109,6 +109,7 @@ static int submit(struct kn_session *ses,
                              .stream_id = req->stream_id,
                              .session = ses,
                              .logprobs = a->sampling->n_logprobs >= 0};
+    kn_access_begin(st, req, a->leg);
     a->tag = st->tag;
     rc = bt_map_put(&s->streams, st->tag, st);
     if (rc == BT_OK) {

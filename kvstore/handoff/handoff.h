@@ -174,6 +174,10 @@ int kv_recv_create(struct kv_handoff *h,
                    struct kv_recv **ret,
                    struct bt_err *err) BT_MUST_USE;
 void kv_recv_abort(struct kv_recv *r, int rc);
+/* How it came: "shm", "tcp", "rdma", "" = no connection was made; and the bytes that came. From the
+ * event done on, until the release. */
+const char *kv_recv_transport(const struct kv_recv *r);
+uint64_t kv_recv_bytes(const struct kv_recv *r);
 /* As kv_send_release. */
 void kv_recv_release(struct kv_recv *r);
 

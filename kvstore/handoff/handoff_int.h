@@ -161,6 +161,8 @@ struct kv_recv {
     enum kv_recv_state state;
     struct kv_peer *peer;
     struct bt_list peer_link;
+    const char *transport; /* of the last peer; static */
+    uint64_t bytes;        /* in place and checked */
     uint32_t ticket;
     enum bt_net_method method;
     bool retried;

@@ -379,6 +379,7 @@ void kv_recv_peer_ready(struct kv_recv *r)
     struct kv_handoff *h = r->end.h;
     struct bt_err err;
 
+    r->transport = bt_net_peer_transport(p->net);
     if (p->incarnation != r->peer_incarnation) {
         BT_FAIL(&err, BT_E_PEER_STALE, "%s at %s has incarnation %llu, the ticket is for %llu",
                 p->name, r->peer_address, (unsigned long long)p->incarnation,
@@ -851,6 +852,16 @@ void kv_recv_abort(struct kv_recv *r, int rc)
         kv_end_look_locked(&r->end);
     }
     pthread_mutex_unlock(&r->end.lock);
+}
+
+const char *kv_recv_transport(const struct kv_recv *r)
+{
+    return r->transport ? r->transport : "";
+}
+
+uint64_t kv_recv_bytes(const struct kv_recv *r)
+{
+    return r->bytes;
 }
 
 void kv_recv_release(struct kv_recv *r)

@@ -211,6 +211,7 @@ static void judge(struct kv_piece *piece, uint64_t sum)
         scatter(piece, piece->bounce);
     }
     kv_add(&h->bytes, piece->bytes);
+    r->bytes += piece->bytes;
     kv_recv_piece_placed(piece);
     kv_recv_check_end(r);
 }

@@ -508,8 +508,8 @@ static int asked(void *arg, const struct kv_relay_ask *a, struct bt_err *err)
     struct passing *p;
     int rc;
 
-    BT_DEBUG("relay", "asker=%s origin=%s tokens=%u have=%u", a->asker, a->origin.name, a->n_tokens,
-             a->n_have);
+    BT_DEBUG("relay", "req=%016llx asker=%s origin=%s tokens=%u have=%u",
+             (unsigned long long)a->id.hi, a->asker, a->origin.name, a->n_tokens, a->n_have);
     if (find_in(&g->waiting, a->id) || find_in(&r->unknown, a->id)) {
         return BT_OK; /* as the first asker wanted it; who has less is refused then */
     }

@@ -1,0 +1,199 @@
+/* See lines.h. Two buffers: callers add to one under the lock, the thread writes the other. */
+#include "common/obs/lines.h"
+
+#include "common/base/buf.h"
+#include "common/obs/log.h"
+#include "common/thr/thread.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#define MAX_BYTES (1u << 20)
+
+struct bt_lines {
+    char *path;
+    int fd; /* of the thread, once it runs */
+    bool owns_fd;
+    pthread_t thread;
+    struct bt_buf writing; /* of the thread */
+
+    pthread_mutex_t lock;
+    pthread_cond_t cond;
+    struct bt_buf adding; /* under the lock, as is what follows */
+    uint64_t dropped;
+    bool reopen, quit;
+};
+
+static int open_file(const char *path)
+{
+    return open(path, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0640);
+}
+
+static void write_all(struct bt_lines *l)
+{
+    const char *p = l->writing.p;
+    size_t left = l->writing.n;
+
+    while (left > 0) {
+        ssize_t n = write(l->fd, p, left);
+
+        if (n < 0 && errno == EINTR) {
+            continue;
+        }
+        if (n <= 0) {
+            BT_WARN("lines", "path=%s msg=\"cannot write\" error=\"%s\" lost_bytes=%zu", l->path,
+                    strerror(errno), left);
+            break;
+        }
+        p += n;
+        left -= (size_t)n;
+    }
+    l->writing.n = 0;
+}
+
+static void reopen(struct bt_lines *l)
+{
+    int fd = l->owns_fd ? open_file(l->path) : -1;
+
+    if (fd < 0) {
+        if (l->owns_fd) {
+            BT_WARN("lines", "path=%s msg=\"cannot be opened again\" error=\"%s\"", l->path,
+                    strerror(errno));
+        }
+        return;
+    }
+    close(l->fd);
+    l->fd = fd;
+}
+
+static void *lines_main(void *arg)
+{
+    struct bt_lines *l = arg;
+    bool quit = false, again;
+    uint64_t dropped;
+
+    while (!quit) {
+        struct bt_buf full;
+
+        pthread_mutex_lock(&l->lock);
+        while (l->adding.n == 0 && !l->reopen && !l->quit) {
+            pthread_cond_wait(&l->cond, &l->lock);
+        }
+        full = l->adding;
+        l->adding = l->writing;
+        l->writing = full;
+        again = l->reopen;
+        quit = l->quit;
+        dropped = l->dropped;
+        l->reopen = false;
+        l->dropped = 0;
+        pthread_mutex_unlock(&l->lock);
+        write_all(l);
+        if (dropped > 0 && bt_buf_printf(&l->writing, "{\"dropped\":%llu}\n",
+                                         (unsigned long long)dropped) == BT_OK) {
+            write_all(l);
+        }
+        if (again) {
+            reopen(l);
+        }
+    }
+    return NULL;
+}
+
+void bt_lines_add(struct bt_lines *l, struct bt_str line)
+{
+    bool was_empty;
+
+    if (!l) {
+        return;
+    }
+    pthread_mutex_lock(&l->lock);
+    was_empty = l->adding.n == 0;
+    if (l->adding.n + line.n + 1 > MAX_BYTES || bt_buf_add(&l->adding, line.p, line.n) < 0) {
+        l->dropped++;
+    } else if (bt_buf_add(&l->adding, "\n", 1) < 0) {
+        l->adding.n -= line.n;
+        l->dropped++;
+    }
+    pthread_mutex_unlock(&l->lock);
+    if (was_empty) {
+        pthread_cond_signal(&l->cond);
+    }
+}
+
+void bt_lines_time(const struct timespec *ts, char buf[40])
+{
+    struct tm tm;
+    size_t n;
+
+    gmtime_r(&ts->tv_sec, &tm);
+    n = strftime(buf, 24, "%Y-%m-%dT%H:%M:%S", &tm);
+    snprintf(buf + n, 40 - n, ".%06ldZ", ts->tv_nsec / 1000);
+}
+
+void bt_lines_reopen(struct bt_lines *l)
+{
+    if (l) {
+        pthread_mutex_lock(&l->lock);
+        l->reopen = true;
+        pthread_mutex_unlock(&l->lock);
+        pthread_cond_signal(&l->cond);
+    }
+}
+
+static void destroy(struct bt_lines *l)
+{
+    if (l->owns_fd && l->fd >= 0) {
+        close(l->fd);
+    }
+    bt_buf_fini(&l->adding);
+    bt_buf_fini(&l->writing);
+    pthread_cond_destroy(&l->cond);
+    pthread_mutex_destroy(&l->lock);
+    free(l->path);
+    free(l);
+}
+
+int bt_lines_open(const char *path, struct bt_lines **ret_lines, struct bt_err *err)
+{
+    struct bt_lines *l = bt_calloc(1, sizeof(*l));
+    int rc;
+
+    if (!l) {
+        return BT_FAIL(err, BT_E_NOMEM, "%.100s: no memory", path);
+    }
+    pthread_mutex_init(&l->lock, NULL);
+    pthread_cond_init(&l->cond, NULL);
+    l->owns_fd = strcmp(path, "-") != 0;
+    l->path = strdup(path);
+    l->fd = l->owns_fd ? open_file(path) : STDOUT_FILENO;
+    if (!l->path) {
+        rc = BT_FAIL(err, BT_E_NOMEM, "%.100s: no memory", path);
+    } else if (l->fd < 0) {
+        rc = BT_FAIL_SYS(err, BT_E_IO, "cannot open %.100s", path);
+    } else {
+        rc = bt_thread_start(&l->thread, "lines", lines_main, l, err);
+    }
+    if (rc < 0) {
+        destroy(l);
+        return rc;
+    }
+    *ret_lines = l;
+    return BT_OK;
+}
+
+void bt_lines_close(struct bt_lines *l)
+{
+    if (!l) {
+        return;
+    }
+    pthread_mutex_lock(&l->lock);
+    l->quit = true;
+    pthread_mutex_unlock(&l->lock);
+    pthread_cond_signal(&l->cond);
+    pthread_join(l->thread, NULL);
+    destroy(l);
+}
