@@ -22,6 +22,7 @@
  *   baton:{<cluster>}:epoch         random text; another one, or none, means: Redis was emptied
  *   baton:{<cluster>}:block:<key>, baton:{<cluster>}:blocks   the block index, see blockmap.h; only
  *                                   the incarnation in `fence` writes there
+ *   baton:{<cluster>}:orders         operators' orders, see orders.h
  *
  * One thread, "redis"; every exchange with Redis has a deadline (redis.timeout) except name
  * resolution. Failures are followed by pauses that double, with jitter. */

@@ -91,7 +91,7 @@ static void redis_launch(const char *const *extra)
     assert_true(eventually(redis_answers, NULL));
 }
 
-static void redis_start(const char *password)
+static BT_UNUSED void redis_start(const char *password)
 {
     redis_launch((const char *const[]){"--requirepass", password, NULL});
 }
