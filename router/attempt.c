@@ -164,6 +164,11 @@ static int start_legs(struct rt_request *req, struct rt_node *p, struct rt_node 
     return rc;
 }
 
+static bool is_usable(const struct rt_node *n)
+{
+    return n->state == RT_NODE_READY && !n->cordoned;
+}
+
 /* Views of all nodes, in the order of the list, and the nodes themselves beside them. */
 static size_t view_nodes(struct rt_request *req, struct rt_node_view *views, struct rt_node **nodes)
 {
@@ -176,7 +181,7 @@ static size_t view_nodes(struct rt_request *req, struct rt_node_view *views, str
         views[n++] = (struct rt_node_view){
             .name = node->name,
             .role = node->role,
-            .ready = node->state == RT_NODE_READY,
+            .ready = is_usable(node),
             .excluded = rt_request_excludes(req, node->name, node->incarnation),
             .compat = &node->compat,
             .pages_free = node->pages_free,
@@ -211,6 +216,12 @@ static void launch(struct rt_request *req, const struct rt_pick *pick, struct rt
              "share=%.4f cached_blocks=%u",
              req->id, p ? p->name : "", d->name, pick->est.queue_s, pick->est.bring_s,
              pick->est.compute_s, pick->est.evict_s, pick->est.share_s, pick->est.cached_blocks);
+    if (req->retries == 0) {
+        rt_orders_count(req->router, d);
+        if (p) {
+            rt_orders_count(req->router, p);
+        }
+    }
     req->path_taken = pick->path;
     snprintf(req->decode_name, sizeof(req->decode_name), "%s", d->name);
     snprintf(req->prefill_name, sizeof(req->prefill_name), "%s", p ? p->name : d->name);
@@ -277,6 +288,26 @@ static void begin_attempt(struct rt_request *req,
     launch(req, pick, nodes);
 }
 
+/* Among the nodes that canaries leave for this request. BT_E_UNAVAILABLE: there are no canaries, or
+ * those nodes do not do; the views are then of all nodes again. */
+static int pick_held(struct rt_request *req,
+                     const struct rt_pick_args *a,
+                     struct rt_node_view *views,
+                     struct rt_node **nodes,
+                     struct rt_pick *ret_pick)
+{
+    if (!rt_orders_hold(req, views, nodes)) {
+        return BT_E_UNAVAILABLE;
+    }
+    if (rt_policy_pick(a, ret_pick, NULL) == BT_OK) {
+        return BT_OK;
+    }
+    for (size_t i = 0; i < a->n; i++) {
+        views[i].ready = is_usable(nodes[i]);
+    }
+    return BT_E_UNAVAILABLE;
+}
+
 /* With room for the views of all nodes. */
 static bool
 dispatch_among(struct rt_request *req, struct rt_node_view *views, struct rt_node **nodes)
@@ -297,7 +328,9 @@ dispatch_among(struct rt_request *req, struct rt_node_view *views, struct rt_nod
 
     a.n = view_nodes(req, views, nodes);
     rt_cache_fill_args(req, &a);
-    if (take_store(req, &a, &store, &err) == BT_OK && rt_policy_pick(&a, &pick, &err) == BT_OK) {
+    if (take_store(req, &a, &store, &err) == BT_OK &&
+        (pick_held(req, &a, views, nodes, &pick) == BT_OK ||
+         rt_policy_pick(&a, &pick, &err) == BT_OK)) {
         v = &views[pick.prefill >= 0 ? pick.prefill : pick.decode];
         if (is_refused(req, &pick, v)) {
             return true;

@@ -296,6 +296,7 @@ static void ask_stop(void *arg)
 
 /* --- start and stop -------------------------------------------------------------------------- */
 
+/* service: two, of clients and of operators; they outlive the server. */
 static int open_server(struct rt_router *r, struct bt_rpc_service *service, struct bt_err *err)
 {
     struct bt_rpc_server_config sc = {.allow_insecure = r->conf->common.allow_insecure,
@@ -304,13 +305,18 @@ static int open_server(struct rt_router *r, struct bt_rpc_service *service, stru
     struct bt_str set = wire_descriptor_set();
     int port, rc;
 
-    *service = (struct bt_rpc_service){.name = "baton.v1.Baton",
-                                       .methods = rt_service_methods,
-                                       .n_methods = rt_service_n_methods,
-                                       .user = r};
+    service[0] = (struct bt_rpc_service){.name = "baton.v1.Baton",
+                                         .methods = rt_service_methods,
+                                         .n_methods = rt_service_n_methods,
+                                         .user = r};
+    service[1] = (struct bt_rpc_service){.name = "baton.v1.Operator",
+                                         .methods = rt_operator_methods,
+                                         .n_methods = rt_operator_n_methods,
+                                         .user = r};
     if ((rc = bt_node_check_listen(&r->conf->common, "listen", r->conf->listen, err)) < 0 ||
         (rc = bt_rpc_server_create(r->loop, &sc, &r->server, err)) < 0 ||
-        (rc = bt_rpc_server_register(r->server, service, err)) < 0 ||
+        (rc = bt_rpc_server_register(r->server, &service[0], err)) < 0 ||
+        (rc = bt_rpc_server_register(r->server, &service[1], err)) < 0 ||
         (rc = bt_health_create(r->server, &r->health, err)) < 0 ||
         (rc = bt_reflection_create(r->server, &set, 1, &r->reflection, err)) < 0 ||
         (rc = bt_rpc_server_listen(r->server, r->conf->listen, &port, err)) < 0) {
@@ -363,6 +369,9 @@ static int start(struct rt_router *r, struct bt_rpc_service *service, struct bt_
     if ((code = open_http(r, err)) < 0) {
         return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_BIND, code, err);
     }
+    if ((code = rt_orders_start(r, err)) < 0) {
+        return bt_node_fail(BT_EXIT_OTHER, code, err);
+    }
     if ((code = bt_registry_create(&rc, &r->registry, err)) < 0) {
         return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_OTHER, code, err);
     }
@@ -391,6 +400,7 @@ static int serve(struct rt_router *r, struct bt_err *err)
 static void stop(struct rt_router *r)
 {
     bt_registry_destroy(r->registry);
+    rt_orders_stop(r);
     rt_http_stop(r->http);
     bt_rpc_server_destroy(r->server); /* requests cancel their legs: the nodes are still there */
     rt_tok_worker_stop(r->tok_worker);
@@ -402,6 +412,7 @@ static void stop(struct rt_router *r)
     bt_reflection_destroy(r->reflection);
     bt_health_destroy(r->health);
     bt_loop_destroy(r->loop);
+    rt_orders_fini(r);
     rt_model_close(r->model);
 }
 
@@ -411,7 +422,7 @@ static int run(struct bt_node *node, const struct rt_conf *conf)
                           .node = node,
                           .incarnation = bt_incarnation_make(),
                           .stop_msg.handle = on_stop};
-    struct bt_rpc_service service;
+    struct bt_rpc_service service[2];
     struct bt_err err = {0};
     char host[40] = "";
     int code;
@@ -419,6 +430,7 @@ static int run(struct bt_node *node, const struct rt_conf *conf)
     r.random = r.incarnation;
     r.stats.started = time(NULL);
     bt_list_init(&r.requests);
+    bt_list_init(&r.orders.waiting);
     rt_nodes_init(&r);
     if (conf->name[0]) {
         snprintf(r.name, sizeof(r.name), "%s", conf->name);
@@ -430,7 +442,7 @@ static int run(struct bt_node *node, const struct rt_conf *conf)
         BT_FAIL(&err, BT_E_CONFIG, "name = %s: letters, digits, '-', '_', '.' only", r.name);
         return bt_node_fail(BT_EXIT_CONFIG, BT_E_CONFIG, &err);
     }
-    code = start(&r, &service, &err);
+    code = start(&r, service, &err);
     if (code == BT_EXIT_OK) {
         code = serve(&r, &err);
     }

@@ -159,10 +159,13 @@ static bool take_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
 
     if (!bt_member_name_ok(bt_str_of(w->name)) || w->incarnation == 0 ||
         (role != BT_ROLE_PREFILL && role != BT_ROLE_DECODE && role != BT_ROLE_BOTH) ||
-        strlen(w->net_address) >= sizeof(n->net_address)) {
+        strlen(w->net_address) >= sizeof(n->net_address) ||
+        strlen(w->version) >= sizeof(n->version)) {
         return false;
     }
     snprintf(n->name, sizeof(n->name), "%s", w->name);
+    snprintf(n->version, sizeof(n->version), "%s", w->version);
+    rt_orders_mark(n);
     n->incarnation = w->incarnation;
     n->role = role == BT_ROLE_PREFILL  ? RT_ROLE_PREFILL
               : role == BT_ROLE_DECODE ? RT_ROLE_DECODE
@@ -480,6 +483,7 @@ static struct rt_node *add(struct rt_router *r, const struct bt_member *m)
     rt_work_init(&n->work);
     bt_map_init(&n->legs);
     snprintf(n->name, sizeof(n->name), "%s", m->name);
+    rt_orders_mark(n);
     snprintf(n->address, sizeof(n->address), "%s", m->grpc_addr);
     bt_list_push_back(&r->nodes, &n->link);
     r->n_nodes++;
@@ -573,6 +577,10 @@ void rt_node_info(const struct rt_node *n, Baton__V1__NodeInfo *m, char hex[65])
     m->pages_free = n->pages_free;
     m->requests_waiting = n->requests_waiting;
     m->requests_running = n->requests_running;
+    m->cordoned = n->cordoned;
+    m->version = (char *)(uintptr_t)n->version;
+    m->legs = (uint32_t)n->legs.n;
+    m->starts = n->n_ever;
     rt_cache_fill_node(n, m);
 }
 
@@ -639,6 +647,7 @@ int rt_node_start(struct rt_node *n, const struct rt_start *start, struct rt_leg
         free(leg);
         return rc == BT_E_CANCELLED ? BT_E_PEER_LOST : rc;
     }
+    n->n_ever++;
     rt_leg_begin(leg, start->est);
     *ret_leg = leg;
     return BT_OK;

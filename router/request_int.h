@@ -46,6 +46,7 @@ struct rt_request {
     } excluded[RT_MAX_EXCLUDED];
     size_t n_excluded;
     uint32_t retries;
+    unsigned canary_drawn, canary_is;      /* bits by enum rt_role */
     struct bt_timer timer;                 /* QUEUED: the next look for nodes */
     uint64_t not_before_ns, wait_until_ns; /* QUEUED */
 

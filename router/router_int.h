@@ -3,6 +3,7 @@
 #ifndef RT_ROUTER_INT_H
 #define RT_ROUTER_INT_H
 
+#include "common/cluster/orders.h"
 #include "common/cluster/registry.h"
 #include "common/ds/map.h"
 #include "common/file/model.h"
@@ -28,6 +29,7 @@
 #define RT_MAX_NODES    1024
 #define RT_MAX_EXCLUDED 8
 #define RT_MAX_IDENTS   8 /* kinds of nodes whose block keys differ */
+#define RT_VERSION_MAX  64
 
 struct rt_conf {
     struct bt_node_conf common;
@@ -53,6 +55,13 @@ struct rt_ident {
     struct rt_compat compat;
     uint32_t block_tokens;
     struct rt_speed speed; /* of all of them together */
+};
+
+/* A share of a role's requests for nodes of one version. */
+struct rt_canary {
+    char version[RT_VERSION_MAX]; /* empty = none */
+    unsigned percent, owed;       /* owed: percents that have not made a whole request yet */
+    uint64_t n_requests, n_canary;
 };
 
 /* What a router holds; one per process, in main. */
@@ -107,6 +116,13 @@ struct rt_router {
         unsigned n_targets;   /* nodes that could be chosen then */
         uint64_t refused;
     } admit;
+
+    struct { /* orders.c */
+        struct bt_orders *client;
+        struct bt_order_list *list;                /* in force; NULL = none known yet */
+        struct rt_canary canary[RT_ROLE_BOTH + 1]; /* by enum rt_role */
+        struct bt_list waiting;                    /* calls whose orders are on their way */
+    } orders;
 
     struct bt_msg stop_msg;
 };
@@ -166,6 +182,9 @@ struct rt_node {
     struct rt_work work;
     uint64_t own_tokens; /* of prompts that this router has sent and that are not done */
     uint64_t n_starts;   /* sent in this session */
+    uint64_t n_ever;     /* sent in all sessions */
+    bool cordoned;
+    char version[RT_VERSION_MAX];
     bool tells_starts;
     uint32_t page_tokens, pages_unused;
     double oldest_s, block_s[RT_INDEX_TIERS];
@@ -235,6 +254,24 @@ void rt_admit_soon(struct rt_router *r);
 bool rt_admit_refuses(struct rt_request *req, double first_s);
 void rt_admit_started(struct rt_request *req);
 void rt_admit_ended(struct rt_request *req);
+
+/* --- orders.c: cordons and canaries --- */
+int rt_orders_start(struct rt_router *r, struct bt_err *err) BT_MUST_USE;
+/* No call is told any more; calls that wait stay until rt_orders_fini, after the loop's end. */
+void rt_orders_stop(struct rt_router *r);
+void rt_orders_fini(struct rt_router *r);
+bool rt_orders_cordons(const struct rt_router *r, const char *name);
+/* Sets n->cordoned, after its name has become known. */
+void rt_orders_mark(struct rt_node *n);
+/* Takes those nodes out of the views that this request is not meant for. False: there is no canary.
+ * Where a role has no node of the wanted kind all of them stay. */
+bool rt_orders_hold(struct rt_request *req, struct rt_node_view *views, struct rt_node **nodes);
+/* A request has been placed on n. */
+void rt_orders_count(struct rt_router *r, const struct rt_node *n);
+/* Fills a row for each canary, RT_ROLE_BOTH + 1 at most; strings are borrowed. */
+size_t rt_orders_canaries(const struct rt_router *r, Baton__V1__CanaryInfo *rows);
+extern const struct bt_rpc_method rt_operator_methods[];
+extern const size_t rt_operator_n_methods;
 
 /* --- stores.c: the KV store's daemons --- */
 struct rt_store {

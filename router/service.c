@@ -280,6 +280,7 @@ static void get_server(struct bt_rpc_call *call, const ProtobufCMessage *msg)
     Baton__V1__CacheInfo cache;
     Baton__V1__AdmissionInfo admission;
     Baton__V1__ModelInfo model, *models[] = {&model};
+    Baton__V1__CanaryInfo canary[RT_ROLE_BOTH + 1], *canaries[RT_ROLE_BOTH + 1];
     size_t n_rows = r->n_nodes + rt_stores_n(r), n = 0;
     struct node_row *rows = bt_calloc(n_rows + 1, sizeof(*rows));
     Baton__V1__NodeInfo **ptrs = bt_calloc(n_rows + 1, sizeof(*ptrs));
@@ -312,6 +313,11 @@ static void get_server(struct bt_rpc_call *call, const ProtobufCMessage *msg)
         admission.oldest_s = rt_fair_oldest_s(r->admit.fair, bt_loop_now(r->loop));
         admission.refused = r->admit.refused;
         out.admission = &admission;
+        out.n_canaries = rt_orders_canaries(r, canary);
+        out.canaries = canaries;
+        for (size_t i = 0; i < out.n_canaries; i++) {
+            canaries[i] = &canary[i];
+        }
         out.membership = (char *)(uintptr_t)(r->membership_frozen ? "frozen" : "live");
         bt_rpc_call_reply(call, &out.base);
     }

@@ -96,6 +96,7 @@ void rt_store_info(const struct rt_router *r, size_t i, Baton__V1__NodeInfo *m)
     m->role = (char *)(uintptr_t) "kvstore";
     m->address = (char *)(uintptr_t)st->address;
     m->state = (char *)(uintptr_t) "ready";
+    m->cordoned = rt_orders_cordons(r, st->name);
 }
 
 const struct rt_store *rt_store_pick(const struct rt_request *req)
@@ -115,7 +116,8 @@ const struct rt_store *rt_store_pick(const struct rt_request *req)
     for (size_t i = 0; i < n; i++) {
         const struct rt_store *st = &s->at[owners[i]];
 
-        if (!rt_request_excludes(req, st->name, st->incarnation)) {
+        if (!rt_request_excludes(req, st->name, st->incarnation) &&
+            !rt_orders_cordons(req->router, st->name)) {
             return st;
         }
     }

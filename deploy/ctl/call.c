@@ -1,5 +1,7 @@
 /* One call to a router or node, from connecting to its status, and its exit code. */
-#include "deploy/ctl/ctl.h"
+#include "deploy/ctl/cluster.h"
+
+#include <time.h>
 
 struct running {
     const struct ctl_call *c;
@@ -57,6 +59,13 @@ static int fail(int rc, const struct bt_err *err)
 {
     fprintf(stderr, "batonctl: %s\n", bt_err_msg(err, rc));
     return CTL_FAILED;
+}
+
+void ctl_sleep(uint64_t ns)
+{
+    struct timespec t = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
+
+    nanosleep(&t, NULL);
 }
 
 int ctl_run(const char *address, const struct ctl_call *c)

@@ -85,5 +85,31 @@ const struct ctl_command ctl_commands[] = {
      .options = "node! timeout",
      .summary = "shows what a node or a store's daemon says of itself: pages, caches, loads",
      .run = ctl_node},
+    {.name = "cordon",
+     .words = "NODE",
+     .min_words = 1,
+     .max_words = 1,
+     .options = "router dry-run wait timeout output",
+     .summary = "sends a node nothing new; what it has goes on",
+     .details =
+         "The order holds for all routers and outlives them and the node, until `uncordon`.\n"
+         "With --wait all routers have heard of it.\n",
+     .run = ctl_cordon},
+    {.name = "uncordon",
+     .words = "NODE",
+     .min_words = 1,
+     .max_words = 1,
+     .options = "router dry-run wait timeout output",
+     .summary = "takes a cordon off",
+     .run = ctl_uncordon},
+    {.name = "drain",
+     .words = "NODE",
+     .min_words = 1,
+     .max_words = 1,
+     .options = "router dry-run wait timeout output",
+     .summary = "cordons a node; with --wait until it has nothing left to do",
+     .details =
+         "A node that is not idle within --timeout stays cordoned, and the exit code is 4.\n",
+     .run = ctl_drain},
 };
 const size_t ctl_n_commands = BT_ARRAY_LEN(ctl_commands);

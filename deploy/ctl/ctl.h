@@ -99,5 +99,8 @@ int ctl_run(const char *address, const struct ctl_call *c);
 int ctl_generate(const struct ctl_args *a);
 int ctl_status(const struct ctl_args *a);
 int ctl_node(const struct ctl_args *a);
+int ctl_cordon(const struct ctl_args *a);
+int ctl_uncordon(const struct ctl_args *a);
+int ctl_drain(const struct ctl_args *a);
 
 #endif

@@ -211,6 +211,7 @@ int kn_output_send_welcome(struct kn_session *ses)
     w.pages_total = layout->n_pages;
     w.block_tokens = s->conf->prefix_cache ? (uint32_t)s->conf->block_tokens : 0;
     w.heartbeat_ms = (uint32_t)(s->conf->heartbeat_ns / 1000000);
+    w.version = (char *)(uintptr_t)(s->conf->release[0] ? s->conf->release : BT_VERSION);
     m.kind_case = BATON__V1__NODE_MESSAGE__KIND_WELCOME;
     m.welcome = &w;
     return bt_rpc_call_send(ses->call, &m.base);

@@ -19,7 +19,7 @@
  * binary's table. */
 struct kn_serve_conf {
     struct bt_node_conf common;
-    char *name, *listen, *advertise, *model;
+    char *name, *listen, *advertise, *model, *release;
     char *net_listen, *net_transports, *net_method, *store_listen;
     bool store;
     int64_t store_replicas;
@@ -47,6 +47,8 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
         BT_CONF_STR(                                                                               \
             S, f.name, "name", "", 63,                                                             \
             "Name of this node, unique in the cluster; empty = role, host and process id."),       \
+        BT_CONF_STR(S, f.release, "release", "", 63,                                               \
+                    "Version that routers are told, for canaries; empty = the program's."),        \
         BT_CONF_ADDR_REQUIRED(S, f.listen, "listen", "127.0.0.1:0",                                \
                               "Address for routers (gRPC); port 0 picks a free one."),             \
         BT_CONF_ADDR(S, f.advertise, "advertise", "",                                              \

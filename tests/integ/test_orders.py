@@ -1,0 +1,147 @@
+"""Cordons and canaries: what operators order, all routers follow, and a router's end does not undo."""
+import json
+import threading
+import time
+
+import grpc
+import pytest
+
+from cluster import eventually
+from test_ctl import ctl
+from wire import Client, cls
+
+LONG = dict(max_tokens=400, ignore_eos=True)
+
+
+def order(client, method, **fields):
+    kind = {"Cordon": "CordonRequest", "SetCanary": "SetCanaryRequest"}[method]
+    return client.unary(method, cls(kind)(**fields), "OrderReply", service="Operator")
+
+
+def decoders(client, n, **kw):
+    """Which decode nodes answered n requests."""
+    return [client.generate(f"prompt {i} of many", max_tokens=2, **kw).timing.decode_node for i in range(n)]
+
+
+def test_a_cordoned_node_gets_no_new_requests_and_ends_what_it_has(cluster):
+    c = cluster(model="slow", decode=2)
+    stream = c.client.stream(cls("GenerateRequest")(text="The lamp keeper", stopping=dict(
+        max_tokens=400, ignore_eos=True)))
+    got = [next(stream)]
+    busy = eventually(lambda: [n.name for n in c.client.server().nodes if n.role == "decode" and n.requests_running],
+                      what="a node that decodes")[0]
+    other = {"decode-0": "decode-1", "decode-1": "decode-0"}[busy]
+    out = ctl("cordon", busy, "--router", c.procs["router"].address, "-o", "json")
+    assert out.returncode == 0 and json.loads(out.stdout) == {"node": busy, "state": "cordoned", "kept": True}
+    assert c.client.nodes()[busy].cordoned and c.client.nodes()[busy].state == "ready"
+    started = c.client.nodes()[busy].starts
+    assert set(decoders(c.client, 12)) == {other}
+    assert c.client.nodes()[busy].starts == started
+    got += list(stream)
+    assert sum(len(m.tokens) for m in got) == 400 and got[-1].timing.decode_node == busy
+    assert got[-1].timing.retries == 0
+    assert ctl("uncordon", busy, "--router", c.procs["router"].address).returncode == 0
+    eventually(lambda: busy in decoders(c.client, 6), what="requests on the node again")
+
+
+def test_drain_waits_for_streams(cluster):
+    c = cluster(model="slow")
+    at = ["--router", c.procs["router"].address]
+    stream = c.client.stream(cls("GenerateRequest")(text="The lamp keeper", stopping=dict(
+        max_tokens=400, ignore_eos=True)))
+    n = len(next(stream).tokens)
+    out = ctl("drain", "decode-0", *at, "--wait", "--timeout", "300ms")
+    assert out.returncode == 4 and "still has" in out.stderr and out.stdout == ""
+    seen = []
+    t = threading.Thread(target=lambda: seen.append(ctl("drain", "decode-0", *at, "--wait", "--timeout", "60s")))
+    t.start()
+    n += sum(len(m.tokens) for m in stream)
+    ended = time.monotonic()
+    t.join()
+    assert n == 400
+    assert seen[0].returncode == 0 and seen[0].stdout == "decode-0 drained\n", seen[0]
+    assert time.monotonic() >= ended
+    e = c.client.error("x", max_tokens=1)
+    assert e.code() == grpc.StatusCode.UNAVAILABLE and "decode" in e.details()
+
+
+def test_a_cordon_outlives_routers_and_holds_for_all_of_them(cluster):
+    c = cluster(decode=2)
+    c.add_router("router-b").wait_ready()
+    b = c.client_of("router-b")
+    eventually(lambda: {"prefill-0", "decode-0", "decode-1"} <= {n.name for n in b.server().nodes if n.state == "ready"})
+    reply = order(c.client, "Cordon", node="decode-0", on=True)
+    assert reply.kept and reply.settle_ms > 0
+    eventually(lambda: b.nodes()["decode-0"].cordoned, what="the other router's cordon")
+    assert set(decoders(b, 8)) == {"decode-1"}
+    c.procs["router"].stop()
+    c.restart("router")
+    c.client = c.client_of("router")
+    eventually(lambda: c.client.nodes()["decode-0"].cordoned and c.client.nodes()["decode-1"].state == "ready")
+    assert set(decoders(c.client, 8)) == {"decode-1"}
+    # The node's next process is cordoned as well.
+    c.procs["decode-0"].stop()
+    c.restart("decode-0")
+    eventually(lambda: c.client.nodes()["decode-0"].state == "ready", 20)
+    assert set(decoders(c.client, 8)) == {"decode-1"}
+    order(c.client, "Cordon", node="decode-0", on=False)
+    eventually(lambda: not b.nodes()["decode-0"].cordoned)
+    c.allow("event=node .*to=lost")
+
+
+def test_without_redis_one_router_alone_knows(cluster):
+    c = cluster(redis=False)
+    out = ctl("cordon", "decode-0", "--router", c.procs["router"].address)
+    assert out.returncode == 0 and "no Redis" in out.stderr
+    assert c.client.nodes()["decode-0"].cordoned
+    assert ctl("uncordon", "decode-0", "--router", c.procs["router"].address).returncode == 0
+
+
+def test_a_canary_gets_its_share(cluster):
+    c = cluster(prefill=1, decode=0, wait=False)
+    for i, release in enumerate(["1.0", "1.0", "1.1"]):
+        c.add_node("decode", f"decode-{i}", [f"--release={release}"])
+    for i in range(3):
+        c.procs[f"decode-{i}"].wait_ready()
+    eventually(lambda: len(c.ready_nodes()) == 4, 20)
+    assert c.client.nodes()["decode-2"].version == "1.1"
+    with pytest.raises(grpc.RpcError) as e:
+        order(c.client, "SetCanary", role="decode", version="9.9", percent=10)
+    assert e.value.code() == grpc.StatusCode.NOT_FOUND
+    order(c.client, "SetCanary", role="decode", version="1.1", percent=20)
+    who = decoders(c.client, 50)
+    assert who.count("decode-2") == 10, who
+    assert {"decode-0", "decode-1"} <= set(who)
+    (canary,) = c.client.server().canaries
+    assert (canary.role, canary.version, canary.percent) == ("decode", "1.1", 20)
+    assert (canary.requests, canary.canary_requests) == (50, 10)
+    # A canary that is not there costs nobody a request.
+    c.procs["decode-2"].kill()
+    c.allow("event=node .*node=decode-2")
+    assert set(decoders(c.client, 20)) <= {"decode-0", "decode-1"}
+    order(c.client, "SetCanary", role="decode", version="1.0", percent=0)
+    assert set(decoders(c.client, 6)) <= {"decode-0", "decode-1"}  # there is no other kind
+    order(c.client, "SetCanary", role="decode")
+    assert len(c.client.server().canaries) == 0
+
+
+def test_CLI_01_orders_that_cannot_be(cluster):
+    c = cluster()
+    at = ["--router", c.procs["router"].address]
+    for verb in ("cordon", "uncordon", "drain"):
+        for extra in ([], ["-o", "json"], ["--dry-run"]):
+            out = ctl(verb, "decode-7", *at, *extra)
+            assert out.returncode == 5 and "decode-7" in out.stderr and out.stdout == "", (verb, extra, out)
+            out = ctl(verb, "decode-0", "--router", "127.0.0.1:1", *extra)
+            assert out.returncode == 3 and out.stderr and out.stdout == "", (verb, extra, out)
+        assert ctl(verb, *at).returncode == 2
+        assert ctl(verb, "a", "b", *at).returncode == 2
+    assert ctl("cordon", "no/name", *at).returncode == 1
+    out = ctl("drain", "decode-0", *at, "--dry-run", "-o", "json")
+    assert json.loads(out.stdout)["would"] == "drain"
+    assert not c.client.nodes()["decode-0"].cordoned
+    c.redis.kill()
+    out = ctl("cordon", "decode-0", *at)
+    assert out.returncode == 1 and "redis" in out.stderr.lower(), out
+    assert not c.client.nodes()["decode-0"].cordoned
+    c.allow("redis_down", "index_.*down")
