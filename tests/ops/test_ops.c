@@ -379,7 +379,9 @@ static void test_attention(const struct op_case *c, int dtype)
 {
     int total = c->d + c->rows, width = c->a * c->c;
     struct kv_data d = {.stride = (size_t)(width + STRIDE_PAD), .start = c->d};
-    struct fixture f = {c, dtype == KV_DTYPE_F16 ? "kv f16" : "kv f32", width, run_attention, &d};
+    bool f16 = dtype == KV_DTYPE_F16;
+    struct fixture f = {
+        c, f16 ? "kv f16" : "kv f32", width, run_attention, .data = &d, .kv_f16 = f16};
 
     d.q = test_floats((size_t)c->rows * d.stride, 3);
     d.k = test_floats((size_t)(total * c->b * c->c), 3);

@@ -13,6 +13,7 @@
  * from the pages there), then rows go over it up to ATT_ROWS at a time: the tile is converted once
  * for all rows. Decode is the same with as many rows as heads share the key head. */
 #include "kernels/cpu/kv.h"
+#include "kernels/cpu/vec/attn_item.h"
 #include "kernels/cpu/vec/vec.h"
 
 #define TILE      64
@@ -41,12 +42,7 @@ _Static_assert((2 * KN_MAX_HEAD_DIM * TILE + ITEM_ROWS * KN_MAX_HEAD_DIM + ATT_R
                "thread scratch");
 
 struct item {
-    const struct kn_attention_args *a;
-    const struct kn_seq_rows *seq;
-    int kv_head;
-    int group; /* query heads a key head */
-    int row0;  /* rows are (query, head of the group), query-major */
-    int n_rows;
+    struct kn_attn_item of;
     int d, d16;
     struct work work;
 };
@@ -62,20 +58,6 @@ static struct work lay_work(char *p, int d, int d16)
     w.m = w.w + ATT_ROWS * TILE;
     w.l = w.m + ITEM_ROWS;
     return w;
-}
-
-static int row_pos(const struct item *it, int r)
-{
-    return it->seq->pos + (it->row0 + r) / it->group;
-}
-
-/* Where row r lies in a [T, H, D] array. */
-static size_t row_offset(const struct item *it, int r, size_t stride)
-{
-    size_t t = (size_t)(it->seq->row0 + (it->row0 + r) / it->group);
-    size_t h = (size_t)(it->kv_head * it->group + (it->row0 + r) % it->group);
-
-    return t * stride + h * (size_t)it->d;
 }
 
 KN_INLINE v16 load_kv(enum kv_dtype t, const void *row, int i, int n)
@@ -147,12 +129,12 @@ static void load_k8(const struct item *it, enum kv_dtype t, const char *k, int n
 /* Positions [pos, pos + n) of the item's key head; pages hold at least 8 neighbours each. */
 KN_INLINE void load_tile(const struct item *it, enum kv_dtype t, int pos, int n)
 {
-    const struct kn_attention_args *a = it->a;
+    const struct kn_attention_args *a = it->of.a;
     size_t row = (size_t)it->d * (t == KV_DTYPE_F16 ? 2 : 4);
 
     for (int j = 0; j < n; j += 8) {
-        struct kn_kv_at at =
-            kn_kv_at((void *)a->kv, a->layout, a->layer, it->seq->pages, pos + j, it->kv_head);
+        struct kn_kv_at at = kn_kv_at((void *)a->kv, a->layout, a->layer, it->of.seq->pages,
+                                      pos + j, it->of.kv_head);
         int real = BT_MIN(8, n - j);
 
         load_k8(it, t, at.k, real, it->work.kt + j);
@@ -172,13 +154,14 @@ KN_INLINE void load_tile(const struct item *it, enum kv_dtype t, int pos, int n)
 /* Scores of n (constant) rows against the 64 positions. */
 KN_INLINE void scores(const struct item *it, int r0, int n)
 {
+    const struct kn_attention_args *a = it->of.a;
     const float *kt = it->work.kt;
     const float *q[ATT_ROWS];
     v16 s[ATT_ROWS][4];
 
 #pragma GCC unroll 4
     for (int r = 0; r < n; r++) {
-        q[r] = it->a->q + row_offset(it, r0 + r, it->a->q_stride);
+        q[r] = a->q + kn_attn_row_offset(&it->of, r0 + r, a->q_stride);
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) {
             s[r][c] = v16_zero();
@@ -214,7 +197,7 @@ KN_INLINE void scores(const struct item *it, int r0, int n)
 static void soften(const struct item *it, int r, float *w, int n)
 {
     struct work k = it->work;
-    v16 s[4], max = v16_set1(-INFINITY), sum = v16_zero(), scale = v16_set1(it->a->scale);
+    v16 s[4], max = v16_set1(-INFINITY), sum = v16_zero(), scale = v16_set1(it->of.a->scale);
     float m, c;
 
     for (int i = 0; i < 4; i++) {
@@ -324,7 +307,7 @@ static void __attribute__((noinline)) same_rows(const struct item *it, int r, in
 /* Valid positions of tile [pos, pos + 64) for row r: 0..64. */
 static int n_valid(const struct item *it, int r, int pos)
 {
-    int n = row_pos(it, r) + 1 - pos;
+    int n = kn_attn_row_pos(&it->of, r) + 1 - pos;
 
     return n < 0 ? 0 : BT_MIN(n, TILE);
 }
@@ -333,10 +316,10 @@ static void all_rows(const struct item *it, int pos)
 {
     int r = 0;
 
-    while (r < it->n_rows) {
+    while (r < it->of.n_rows) {
         int valid = n_valid(it, r, pos), n = 1;
 
-        while (n < ATT_ROWS && r + n < it->n_rows && n_valid(it, r + n, pos) == valid) {
+        while (n < ATT_ROWS && r + n < it->of.n_rows && n_valid(it, r + n, pos) == valid) {
             n++;
         }
         if (valid > 0) {
@@ -348,11 +331,11 @@ static void all_rows(const struct item *it, int pos)
 
 static void run_item(struct item *it)
 {
-    const struct kn_attention_args *a = it->a;
-    int end = row_pos(it, it->n_rows - 1) + 1; /* rows ascend: the last sees most */
+    const struct kn_attention_args *a = it->of.a;
+    int end = kn_attn_row_pos(&it->of, it->of.n_rows - 1) + 1; /* rows ascend: the last sees most */
 
-    memset(it->work.o, 0, (size_t)it->n_rows * (size_t)it->d16 * sizeof(float));
-    for (int r = 0; r < it->n_rows; r++) {
+    memset(it->work.o, 0, (size_t)it->of.n_rows * (size_t)it->d16 * sizeof(float));
+    for (int r = 0; r < it->of.n_rows; r++) {
         it->work.m[r] = -INFINITY;
         it->work.l[r] = 0;
     }
@@ -366,9 +349,9 @@ static void run_item(struct item *it)
         }
         all_rows(it, pos);
     }
-    for (int r = 0; r < it->n_rows; r++) {
+    for (int r = 0; r < it->of.n_rows; r++) {
         const float *o = it->work.o + (size_t)r * (size_t)it->d16;
-        float *out = a->out + row_offset(it, r, a->out_stride);
+        float *out = a->out + kn_attn_row_offset(&it->of, r, a->out_stride);
         v16 l = v16_set1(it->work.l[r]);
 
         for (int i = 0; i < it->d; i += 16) {
@@ -380,50 +363,22 @@ static void run_item(struct item *it)
 struct job {
     const struct kn_attention_args *a;
     char *scratch;
-    int group;
 };
 
-static int chunks_of(const struct job *j, const struct kn_seq_rows *seq)
-{
-    return (int)BT_DIV_UP((int64_t)seq->n_rows * j->group, ITEM_ROWS);
-}
-
-/* Items: sequence-major, then chunks from the last (the longest) to the first, then key heads. */
 static void attention_item(void *arg, int item, int member)
 {
     const struct job *j = arg;
-    const struct kv_layout *l = j->a->layout;
-    const struct kn_seq_rows *seq = j->a->seqs;
-    int n_chunks, chunk, rows;
-    struct item it;
+    int d = j->a->layout->head_dim;
+    struct item it = {
+        .of = kn_attn_item_at(j->a, ITEM_ROWS, item), .d = d, .d16 = (d + 15) / 16 * 16};
 
-    while (item >= (n_chunks = chunks_of(j, seq)) * l->n_kv_heads) {
-        item -= n_chunks * l->n_kv_heads;
-        seq++;
-    }
-    chunk = n_chunks - 1 - item / l->n_kv_heads;
-    rows = seq->n_rows * j->group - chunk * ITEM_ROWS;
-    it = (struct item){
-        .a = j->a,
-        .seq = seq,
-        .kv_head = item % l->n_kv_heads,
-        .group = j->group,
-        .row0 = chunk * ITEM_ROWS,
-        .n_rows = BT_MIN(rows, ITEM_ROWS),
-        .d = l->head_dim,
-        .d16 = (l->head_dim + 15) / 16 * 16,
-    };
     it.work = lay_work(j->scratch + (size_t)member * KN_THREAD_SCRATCH_BYTES, it.d, it.d16);
     run_item(&it);
 }
 
 void KN_V(attention)(struct kn_stream *stream, const struct kn_attention_args *a)
 {
-    struct job j = {a, stream->thread_scratch, a->n_heads / a->layout->n_kv_heads};
-    int n_items = 0;
+    struct job j = {a, stream->thread_scratch};
 
-    for (int i = 0; i < a->n_seqs; i++) {
-        n_items += chunks_of(&j, &a->seqs[i]) * a->layout->n_kv_heads;
-    }
-    kn_team_run(stream->team, n_items, attention_item, &j);
+    kn_team_run(stream->team, kn_attn_n_items(a, ITEM_ROWS), attention_item, &j);
 }

@@ -5,11 +5,13 @@
 #include "kernels/cpu/avx2/avx2.h"
 #include "kernels/cpu/avx512/avx512.h"
 
-/* How BF16 weights are multiplied belongs to the numerics. */
+/* How BF16 weights and f16 K and V are multiplied belongs to the numerics. */
 #if defined(__AMX_BF16__)
-#define KN_BF16 "-split16"
+#define KN_BF16      "-split16-attn16"
+#define KN_ATTENTION KN_V(tile_attention)
 #else
-#define KN_BF16 ""
+#define KN_BF16      ""
+#define KN_ATTENTION KN_V(attention)
 #endif
 
 const struct kn_ops KN_CAT(kn_ops_, KN_ISA) = {
@@ -21,6 +23,6 @@ const struct kn_ops KN_CAT(kn_ops_, KN_ISA) = {
     .matmul = KN_V(matmul),
     .rope = KN_V(rope),
     .kv_write = KN_V(kv_write),
-    .attention = KN_V(attention),
+    .attention = KN_ATTENTION,
     .swiglu = KN_V(swiglu),
 };

@@ -13,6 +13,9 @@ void KN_V(kv_write)(struct kn_stream *stream, const struct kn_kv_write_args *a);
 void KN_V(attention)(struct kn_stream *stream, const struct kn_attention_args *a);
 void KN_V(swiglu)(struct kn_stream *stream, const struct kn_swiglu_args *a);
 
+/* Attention with AMX (cpu/amx/attention.c). */
+void KN_V(tile_attention)(struct kn_stream *stream, const struct kn_attention_args *a);
+
 /* Quantized activations: one block of 32 inputs of KN_GROUP neighbouring rows. All that a kernel
  * needs beside the tile comes from one pointer at fixed offsets. */
 #define KN_GROUP 12

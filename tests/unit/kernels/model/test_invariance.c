@@ -178,6 +178,7 @@ static void check_model(const struct bt_model_file *mf, enum kv_dtype kv, bool r
 {
     struct result base = {0}, base_ref = {0}, base_split = {0};
     bool bf16 = bt_model_tensor(mf, "blk.0.attn_q.weight")->dtype == BT_DTYPE_BF16;
+    bool own = bf16 || kv == KV_DTYPE_F16;
 
     make_prompts(bt_model_config(mf)->n_vocab);
     for (const char *const *isa = kn_ops_available(); *isa; isa++) {
@@ -185,7 +186,7 @@ static void check_model(const struct bt_model_file *mf, enum kv_dtype kv, bool r
 
         if (is_ref && ref) {
             check_isa(mf, *isa, kv, ref, &base_ref);
-        } else if (bf16 && strcmp(*isa, "amx") == 0) { /* has sums of its own for these */
+        } else if (own && strcmp(*isa, "amx") == 0) { /* has sums of its own for these */
             check_isa(mf, *isa, kv, ref, &base_split);
         } else if (!is_ref) { /* the vector sets share one base */
             check_isa(mf, *isa, kv, ref, &base);
