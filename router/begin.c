@@ -50,6 +50,21 @@ static int take_path(struct rt_request *req, int path, struct bt_err *err)
     }
 }
 
+/* The tenant is the one that the caller's token stands for; only where tokens say nothing about it
+ * does the caller choose. */
+static int take_tenant(struct rt_request *req, const char *claimed, struct bt_err *err)
+{
+    const struct bt_who *who = &req->client->who;
+    const char *tenant = who->any_tenant ? claimed : who->tenant;
+
+    static_assert(RT_FAIR_TENANT_MAX >= BT_TENANT_MAX, "a name of a token file must fit");
+    if (claimed[0] && strcmp(claimed, tenant) != 0) {
+        return BT_FAIL(err, BT_E_DENIED, "tenant: this token does not act for %.63s", claimed);
+    }
+    snprintf(req->tenant, sizeof(req->tenant), "%s", tenant);
+    return BT_OK;
+}
+
 static int
 take_message(struct rt_request *req, const Baton__V1__GenerateRequest *m, struct bt_err *err)
 {
@@ -81,7 +96,9 @@ take_message(struct rt_request *req, const Baton__V1__GenerateRequest *m, struct
         return BT_FAIL(err, BT_E_INVALID, "priority %d is not from -%d to %d", m->priority,
                        RT_FAIR_PRIORITY_MAX, RT_FAIR_PRIORITY_MAX);
     }
-    snprintf(req->tenant, sizeof(req->tenant), "%s", m->tenant);
+    if ((rc = take_tenant(req, m->tenant, err)) < 0) {
+        return rc;
+    }
     req->fair.priority = m->priority;
     if ((rc = take_path(req, (int)m->path, err)) < 0 ||
         (rc = wire_sampling_from_client(m->sampling, m->stopping, &req->sampling, &has_seed, err)) <

@@ -4,6 +4,7 @@
 #define RT_CLIENT_H
 
 #include "common/base/rc.h"
+#include "common/sec/tokens.h"
 #include "proto/node.pb-c.h"
 
 struct rt_client;
@@ -26,6 +27,7 @@ struct rt_client_ops {
 struct rt_client {
     const struct rt_client_ops *ops;
     struct rt_request *req; /* NULL = none, or closed */
+    struct bt_who who;      /* what the port has found: whose tenant it may be */
     uint64_t deadline_ns;   /* BT_NEVER_NS = none */
     double retry_after_s;   /* set before a failure: when it is worth another try; 0 = not known */
     uint32_t choice;        /* which of several answers to one prompt with one seed */

@@ -15,6 +15,8 @@ static const char *const paths[] = {"auto", "direct", "local", "store", NULL}; /
 static const struct bt_conf_opt opts[] = {
     BT_NODE_CONF_ROWS(struct rt_conf, common),
     BT_NODE_CONF_ACCESS_ROW(struct rt_conf, common),
+    BT_SEC_CONF_ROWS(struct rt_conf, common.sec),
+    BT_SEC_ROUTER_CONF_ROWS(struct rt_conf, common.sec),
     BT_CLUSTER_CONF_ROWS(struct rt_conf, cluster),
     BT_CONF_STR(struct rt_conf,
                 name,
@@ -158,16 +160,11 @@ static const struct bt_conf_opt opts[] = {
                  "",
                  "Address of the OpenAI-compatible HTTP port; port 0 picks a free one; empty = "
                  "off."),
-    BT_CONF_SECRET_STR(struct rt_conf,
-                       http.token,
-                       "http.token",
-                       512,
-                       "Bearer token that HTTP clients must send; needed off loopback."),
     BT_CONF_BOOL(struct rt_conf,
                  http.open_metrics,
                  "http.open_metrics",
                  "false",
-                 "Answer /metrics without the token."),
+                 "Answer /metrics without a token."),
     BT_CONF_BYTES(struct rt_conf,
                   http.max_body_bytes,
                   "http.max_body_bytes",
@@ -299,7 +296,8 @@ static void ask_stop(void *arg)
 /* service: two, of clients and of operators; they outlive the server. */
 static int open_server(struct rt_router *r, struct bt_rpc_service *service, struct bt_err *err)
 {
-    struct bt_rpc_server_config sc = {.allow_insecure = r->conf->common.allow_insecure,
+    struct bt_rpc_server_config sc = {.sec = bt_node_sec(r->node),
+                                      .allow_insecure = r->conf->common.allow_insecure,
                                       .max_message_bytes = r->conf->max_request_bytes,
                                       .max_queued_bytes = r->conf->max_queued_bytes};
     struct bt_str set = wire_descriptor_set();
@@ -313,7 +311,8 @@ static int open_server(struct rt_router *r, struct bt_rpc_service *service, stru
                                          .methods = rt_operator_methods,
                                          .n_methods = rt_operator_n_methods,
                                          .user = r};
-    if ((rc = bt_node_check_listen(&r->conf->common, "listen", r->conf->listen, err)) < 0 ||
+    if ((rc = bt_node_check_listen(&r->conf->common, BT_SEC_GRPC, "listen", r->conf->listen, err)) <
+            0 ||
         (rc = bt_rpc_server_create(r->loop, &sc, &r->server, err)) < 0 ||
         (rc = bt_rpc_server_register(r->server, &service[0], err)) < 0 ||
         (rc = bt_rpc_server_register(r->server, &service[1], err)) < 0 ||
@@ -339,7 +338,7 @@ static int open_http(struct rt_router *r, struct bt_err *err)
     if (!hc->listen[0]) {
         return BT_OK;
     }
-    rc = bt_node_check_listen(&r->conf->common, "http.listen", hc->listen, err);
+    rc = bt_node_check_listen(&r->conf->common, BT_SEC_HTTP, "http.listen", hc->listen, err);
     return rc < 0 ? rc : rt_http_start(r, hc, &r->http, err);
 }
 

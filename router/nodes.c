@@ -328,7 +328,8 @@ static int open_session(struct rt_node *n, struct bt_err *err)
     static const struct bt_rpc_client_events events = {.message = on_message, .closed = on_closed};
     Baton__V1__RouterMessage m = BATON__V1__ROUTER_MESSAGE__INIT;
     Baton__V1__RouterHello hello = BATON__V1__ROUTER_HELLO__INIT;
-    struct bt_rpc_channel_config cc = {.backoff_min_ms = RECONNECT_MIN_MS,
+    struct bt_rpc_channel_config cc = {.sec = bt_node_sec(n->router->node),
+                                       .backoff_min_ms = RECONNECT_MIN_MS,
                                        .backoff_max_ms = RECONNECT_MAX_MS};
     struct bt_rpc_client_args ca = {.path = "/baton.v1.Node/Session",
                                     .response = &baton__v1__node_message__descriptor,
@@ -339,6 +340,10 @@ static int open_session(struct rt_node *n, struct bt_err *err)
 
     if (!ses) {
         return BT_FAIL(err, BT_E_NOMEM, "no memory for a session");
+    }
+    if (n->channel && bt_rpc_channel_stale(n->channel)) {
+        bt_rpc_channel_destroy(n->channel);
+        n->channel = NULL;
     }
     if (!n->channel) {
         rc = bt_rpc_channel_create(n->router->loop, n->address, &cc, &n->channel, err);

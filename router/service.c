@@ -90,8 +90,9 @@ static void generate(struct bt_rpc_call *call, const ProtobufCMessage *msg)
         return;
     }
     gc->call = call;
-    gc->client =
-        (struct rt_client){.ops = &grpc_client_ops, .deadline_ns = bt_rpc_call_deadline_ns(call)};
+    gc->client = (struct rt_client){.ops = &grpc_client_ops,
+                                    .who = *bt_rpc_call_who(call),
+                                    .deadline_ns = bt_rpc_call_deadline_ns(call)};
     bt_rpc_call_set_user(call, gc);
     rc = rt_generate(router_of(call), &gc->client, (const void *)msg, &err);
     if (rc < 0) {
@@ -328,24 +329,29 @@ static void get_server(struct bt_rpc_call *call, const ProtobufCMessage *msg)
 const struct bt_rpc_method rt_service_methods[] = {
     {.path = "/baton.v1.Baton/Generate",
      .request = &baton__v1__generate_request__descriptor,
+     .access = BT_ACCESS_CLIENT,
      .response = &baton__v1__generate_response__descriptor,
      .message = generate,
      .closed = generate_closed},
     {.path = "/baton.v1.Baton/Tokenize",
      .request = &baton__v1__tokenize_request__descriptor,
+     .access = BT_ACCESS_CLIENT,
      .response = &baton__v1__tokenize_response__descriptor,
      .message = tokenize,
      .closed = tokenize_closed},
     {.path = "/baton.v1.Baton/Detokenize",
      .request = &baton__v1__detokenize_request__descriptor,
+     .access = BT_ACCESS_CLIENT,
      .response = &baton__v1__detokenize_response__descriptor,
      .message = detokenize},
     {.path = "/baton.v1.Baton/GetModel",
      .request = &baton__v1__get_model_request__descriptor,
+     .access = BT_ACCESS_CLIENT,
      .response = &baton__v1__model_info__descriptor,
      .message = get_model},
     {.path = "/baton.v1.Baton/GetServer",
      .request = &baton__v1__get_server_request__descriptor,
+     .access = BT_ACCESS_OPERATOR,
      .response = &baton__v1__server_info__descriptor,
      .message = get_server},
 };

@@ -122,6 +122,9 @@ static int assign_from_path(struct pass *p, size_t idx, struct bt_str path, stru
     if (!z) {
         return BT_FAIL(err, BT_E_NOMEM, "configuration: out of memory");
     }
+    if (path.n == 0) {
+        return conf_assign(p->conf, idx, path, &p->from, err);
+    }
     rc = read_file("secret file", z, SECRET_MAX, &b, err);
     if (rc < 0) {
         return rc;
@@ -158,6 +161,12 @@ static int set(struct pass *p, struct bt_str key, struct bt_str value, struct bt
         return BT_FAIL(err, BT_E_CONFIG, "%s: %s is given twice", where, spec->opts[idx].key);
     }
     p->seen[idx] = true;
+    if (!indirect && value.n > 0 && spec->opts[idx].flags & BT_CONF_SECRET) {
+        return BT_FAIL(err, BT_E_CONFIG,
+                       "%s: %s: a secret is read from a file, since others can see flags and "
+                       "environments: give %s_file, a path",
+                       where, spec->opts[idx].key, spec->opts[idx].key);
+    }
     return indirect ? assign_from_path(p, (size_t)idx, value, err)
                     : conf_assign(p->conf, (size_t)idx, value, &p->from, err);
 }

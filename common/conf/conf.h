@@ -11,8 +11,9 @@
  * or after a blank begins a comment; a value in double quotes keeps blanks and '#', and knows \"
  * and \\. At most 1 MiB, 4096 bytes a line, no control characters.
  *
- * A secret option "x" may also be given as "x_file": a path whose content, less one trailing line
- * end, is the value. Secrets are masked in logs and errors.
+ * A secret option "x" is given as "x_file": a path whose content, less one trailing line end, is
+ * the value. "x" itself takes nothing but an empty value: flags show in process titles. Secrets are
+ * masked in logs and errors.
  *
  * In the environment, names that clusters inject for services (BATON_*_SERVICE_HOST,
  * BATON_*_SERVICE_PORT*, BATON_*_PORT=tcp://.., BATON_*_PORT_80_TCP*) and BATON_TEST_* are passed

@@ -17,6 +17,11 @@ static void print_help(const struct bt_conf_spec *spec, FILE *to)
         char allowed[160];
 
         conf_allowed(opt, allowed, sizeof(allowed));
+        if (opt->flags & BT_CONF_SECRET) {
+            fprintf(to, "  --%s_file\n      %s\n      a path whose content is %s; default empty\n",
+                    opt->key, opt->help, allowed);
+            continue;
+        }
         fprintf(to, "  --%s\n      %s\n      %s; ", opt->key, opt->help, allowed);
         if (!opt->def) {
             fprintf(to, "must be given\n");
@@ -25,8 +30,8 @@ static void print_help(const struct bt_conf_spec *spec, FILE *to)
         }
     }
     fprintf(to, "\nEvery option may stand in the file (key = value), in the environment\n"
-                "(BATON_KEY, with _ for .) or here; the latter wins. A secret \"x\" may be given\n"
-                "as \"x_file\", a path. --help-config prints an example file.\n");
+                "(BATON_KEY, with _ for .) or here; the latter wins. Secrets are read from\n"
+                "files alone. --help-config prints an example file.\n");
 }
 
 /* Text as it must stand in a file: quoted where bare text would read differently. */
@@ -55,6 +60,13 @@ static void print_example(const struct bt_conf_spec *spec, FILE *to)
 
         conf_allowed(opt, allowed, sizeof(allowed));
         conf_env_name(opt->key, env, sizeof(env));
+        if (opt->flags & BT_CONF_SECRET) {
+            fprintf(
+                to,
+                "\n# %s\n# Must be a path whose content is %s. Environment: %s_FILE\n%s_file =\n",
+                opt->help, allowed, env, opt->key);
+            continue;
+        }
         fprintf(to, "\n# %s\n# Must be %s. Environment: %s\n", opt->help, allowed, env);
         if (!opt->def) {
             fprintf(to, "# Must be given.\n# %s =\n", opt->key);

@@ -1,6 +1,6 @@
-/* Process skeleton. main creates and destroys the node; the thread "signal" reads signals and calls
- * the stop function once. Invariant: `stop` is called at most once, by whoever turns `told` to
- * true under the lock, and outside the lock. */
+/* Process skeleton. main creates and destroys the node; the thread "signal" reads signals, calls
+ * the stop function once, and looks at the files of certificates and tokens. Invariant: `stop` is
+ * called at most once, by whoever turns `told` to true under the lock, and outside the lock. */
 #include "common/node/node.h"
 
 #include "common/base/buf.h"
@@ -22,11 +22,13 @@
 #include <unistd.h>
 
 #define NOFILE_MAX (1u << 20)
+#define LOOK_MS    1000 /* between two looks at the files of certificates and tokens */
 
 struct bt_node {
     struct bt_conf *conf;
     const struct bt_node_conf *common;
     const char *program;
+    struct bt_sec *sec;
     pthread_t thread;
     bool thread_runs;
     int signal_fd, wake_fd;
@@ -100,6 +102,19 @@ void bt_node_on_stop(struct bt_node *node, void (*stop)(void *arg), void *arg)
 }
 
 /* Of those that ask to stop the first one does, the second ends the process. */
+static void on_stop_signal(struct bt_node *node, unsigned signal, int nth)
+{
+    if (nth > 1) {
+        BT_ERROR("quick_exit", "msg=\"second signal while stopping\" signal=%u", signal);
+        if (node->ready_written) {
+            unlink(node->common->ready_file);
+        }
+        _exit(BT_EXIT_OTHER);
+    }
+    BT_INFO("stop", "msg=\"signal asks to stop\" signal=%u", signal);
+    bt_node_request_stop(node);
+}
+
 static void *signal_main(void *p)
 {
     struct bt_node *node = p;
@@ -108,25 +123,22 @@ static void *signal_main(void *p)
     int n_signals = 0;
 
     while (!__atomic_load_n(&node->quit, __ATOMIC_ACQUIRE)) {
-        if (poll(fds, BT_ARRAY_LEN(fds), -1) < 0 || !(fds[0].revents & POLLIN) ||
+        int n = poll(fds, BT_ARRAY_LEN(fds), bt_sec_has_files(node->sec) ? LOOK_MS : -1);
+
+        if (n == 0) {
+            bt_sec_look(node->sec, false);
+        }
+        if (n <= 0 || !(fds[0].revents & POLLIN) ||
             read(node->signal_fd, &info, sizeof(info)) != (ssize_t)sizeof(info)) {
             continue;
         }
         if (info.ssi_signo == SIGHUP) {
-            BT_INFO("reopen", "msg=\"signal asks to open the logs again\"");
+            BT_INFO("reopen", "msg=\"signal asks to open logs, certificates and tokens again\"");
             bt_lines_reopen(node->access_log);
-            continue;
+            bt_sec_look(node->sec, true);
+        } else {
+            on_stop_signal(node, info.ssi_signo, ++n_signals);
         }
-        if (++n_signals > 1) {
-            BT_ERROR("quick_exit", "msg=\"second signal while stopping\" signal=%u",
-                     info.ssi_signo);
-            if (node->ready_written) {
-                unlink(node->common->ready_file);
-            }
-            _exit(BT_EXIT_OTHER);
-        }
-        BT_INFO("stop", "msg=\"signal asks to stop\" signal=%u", info.ssi_signo);
-        bt_node_request_stop(node);
     }
     return NULL;
 }
@@ -200,13 +212,11 @@ static int start(struct bt_node *node, pid_t parent, struct bt_err *err)
     BT_INFO("start", "msg=\"%s %s\" pid=%d cpus=%d open_files_max=%llu", node->program, BT_VERSION,
             (int)getpid(), bt_cpus_usable(), files);
     bt_conf_log(node->conf);
-    if (node->common->access_log && node->common->access_log[0]) {
+    rc = bt_sec_create(&node->common->sec, &node->sec, err);
+    if (rc == BT_OK && node->common->access_log && node->common->access_log[0]) {
         rc = bt_lines_open(node->common->access_log, &node->access_log, err);
-        if (rc < 0) {
-            return rc;
-        }
     }
-    return start_signals(node, err);
+    return rc < 0 ? rc : start_signals(node, err);
 }
 
 /* Loads the configuration; false if the process is to end with *ret_exit_code. */
@@ -255,7 +265,7 @@ bool bt_node_create(const struct bt_node_args *args, struct bt_node **ret_node, 
     rc = start(node, parent, &err);
     if (rc < 0) {
         bt_node_destroy(node);
-        *ret_exit_code = bt_node_fail(BT_EXIT_OTHER, rc, &err);
+        *ret_exit_code = bt_node_fail(rc == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_OTHER, rc, &err);
         return false;
     }
     *ret_node = node;
@@ -358,23 +368,41 @@ int bt_node_ready(struct bt_node *node,
     return rc;
 }
 
+struct bt_sec *bt_node_sec(struct bt_node *node)
+{
+    return node->sec;
+}
+
 int bt_node_check_listen(const struct bt_node_conf *conf,
+                         enum bt_sec_port port,
                          const char *key,
                          const char *addr,
                          struct bt_err *err)
+{
+    return bt_sec_check_port(&conf->sec, port, key, addr, conf->allow_insecure, err);
+}
+
+bool bt_node_plain_kv(const struct bt_node_conf *conf)
+{
+    return conf->allow_insecure || conf->sec.allow_plain_kv;
+}
+
+int bt_node_check_kv_listen(const struct bt_node_conf *conf,
+                            const char *key,
+                            const char *addr,
+                            struct bt_err *err)
 {
     struct bt_addr a;
 
     if (bt_addr_read(bt_str_of(addr), &a) < 0) {
         return BT_FAIL(err, BT_E_CONFIG, "%s = %.60s: must be host:port", key, addr);
     }
-    if (!conf->allow_insecure && !bt_addr_is_loopback(&a)) {
-        return BT_FAIL(err, BT_E_CONFIG,
-                       "%s = %.60s: not a loopback address; without encryption this needs "
-                       "allow_insecure = true",
-                       key, addr);
-    }
-    return BT_OK;
+    return bt_node_plain_kv(conf) || bt_addr_is_loopback(&a)
+               ? BT_OK
+               : BT_FAIL(err, BT_E_CONFIG,
+                         "%s = %.60s: not a loopback address, and KV is never encrypted: on a "
+                         "network that you trust set security.allow_plain_kv = on",
+                         key, addr);
 }
 
 int bt_node_fail(enum bt_exit code, int rc, const struct bt_err *err)
@@ -403,6 +431,7 @@ void bt_node_destroy(struct bt_node *node)
         unlink(node->common->ready_file);
     }
     pthread_mutex_destroy(&node->lock);
+    bt_sec_destroy(node->sec);
     bt_conf_destroy(node->conf);
     free(node);
 }

@@ -14,12 +14,14 @@
  *
  * Signals: SIGTERM and SIGINT are blocked in all threads and read by the thread "signal". The first
  * one asks to stop (drain), the second ends the process at once with exit code 1. SIGHUP opens the
- * access log again. SIGPIPE is ignored. */
+ * access log again and reads the files of certificates and tokens again; what changed of the latter
+ * is also seen within two seconds. SIGPIPE is ignored. */
 #ifndef BT_NODE_NODE_H
 #define BT_NODE_NODE_H
 
 #include "common/conf/conf.h"
 #include "common/obs/lines.h"
+#include "common/sec/sec.h"
 
 enum bt_exit {
     BT_EXIT_OK = 0,
@@ -36,7 +38,8 @@ struct bt_node_conf {
     char *ready_file;
     bool die_with_parent;
     bool allow_insecure;
-    char *access_log; /* NULL where the binary has no row for it */
+    char *access_log;       /* NULL where the binary has no row for it */
+    struct bt_sec_conf sec; /* a binary with ports adds BT_SEC_CONF_ROWS(S, node.sec) */
 };
 
 extern const char *const bt_node_log_levels[];
@@ -50,7 +53,8 @@ extern const char *const bt_node_log_levels[];
         BT_CONF_BOOL(S, f.die_with_parent, "die_with_parent", "false",                             \
                      "Be killed when the thread that started this process ends."),                 \
         BT_CONF_BOOL(S, f.allow_insecure, "allow_insecure", "false",                               \
-                     "Listen on addresses other than loopback without encryption.")
+                     "Listen on addresses other than loopback without encryption (callers still "  \
+                     "have to say who they are, see security.allow_anonymous).")
 
 /* A row for binaries that write an access log. */
 #define BT_NODE_CONF_ACCESS_ROW(S, f)                                                              \
@@ -96,11 +100,22 @@ int bt_node_ready(struct bt_node *node,
                   size_t n,
                   struct bt_err *err) BT_MUST_USE;
 
-/* BT_E_CONFIG if `addr`, the value of option `key`, is not loopback and allow_insecure is off. */
+/* The security of the process's ports; the node owns it. */
+struct bt_sec *bt_node_sec(struct bt_node *node);
+/* bt_sec_check_port for the port of option `key`. */
 int bt_node_check_listen(const struct bt_node_conf *conf,
+                         enum bt_sec_port port,
                          const char *key,
                          const char *addr,
                          struct bt_err *err) BT_MUST_USE;
+/* For a transfer port, which is never encrypted: BT_E_CONFIG off loopback without allow_insecure or
+ * security.allow_plain_kv. */
+int bt_node_check_kv_listen(const struct bt_node_conf *conf,
+                            const char *key,
+                            const char *addr,
+                            struct bt_err *err) BT_MUST_USE;
+/* True if transfer ports may be off loopback. */
+bool bt_node_plain_kv(const struct bt_node_conf *conf);
 
 /* Logs event=exit at level error with the text of err and returns `code`: for `return` in main. */
 int bt_node_fail(enum bt_exit code, int rc, const struct bt_err *err);

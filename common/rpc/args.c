@@ -23,6 +23,14 @@ static void arg_int(struct bt_rpc_args *a, const char *key, int value)
         (grpc_arg){.type = GRPC_ARG_INTEGER, .key = (char *)(uintptr_t)key, .value.integer = value};
 }
 
+void bt_rpc_args_add_str(struct bt_rpc_args *a, const char *key, const char *value)
+{
+    BT_BUG_ON(a->args.num_args >= BT_RPC_MAX_ARGS);
+    a->v[a->args.num_args++] = (grpc_arg){.type = GRPC_ARG_STRING,
+                                          .key = (char *)(uintptr_t)key,
+                                          .value.string = (char *)(uintptr_t)value};
+}
+
 /* What both ends share. Each end keeps quiet connections alive and accepts the other's pings. */
 static void
 args_common(struct bt_rpc_args *a, const struct bt_rpc_keepalive *ka, int max_message_bytes)

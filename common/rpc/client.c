@@ -9,8 +9,8 @@
 #include "common/base/buf.h"
 #include "common/rpc/rpc_int.h"
 
-#include <grpc/grpc_security.h>
 #include <grpc/support/alloc.h>
+#include <openssl/crypto.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -20,6 +20,7 @@ struct bt_rpc_channel {
     struct bt_loop *loop;
     struct bt_rpc_channel_config config;
     grpc_channel *channel; /* NULL after destroy */
+    uint64_t sec_version;  /* of the certificates that it was made with */
     char *target;
     struct bt_list calls;
     struct bt_cq_tag watch_tag;
@@ -46,7 +47,8 @@ struct bt_rpc_client_call {
     int n_tags;
     struct bt_cq_tag head_tag, send_tag, recv_tag, status_tag;
 
-    grpc_metadata metadata[MAX_METADATA]; /* alive until the first send batch is back */
+    grpc_metadata
+        metadata[MAX_METADATA + 1]; /* and the token; alive until the first send batch is back */
     size_t n_metadata;
     grpc_metadata_array initial_md, trailing_md;
     grpc_status_code status;
@@ -128,6 +130,23 @@ static void on_first_state(struct bt_loop *loop, struct bt_timer *timer)
     ch->config.on_state(ch->config.user, conn_state(ch->last));
 }
 
+/* The channel of core, with the credentials of now. */
+static void open_channel(struct bt_rpc_channel *ch, struct bt_rpc_args *args)
+{
+    struct bt_sec *sec = ch->config.sec;
+    struct bt_pem *pem = sec ? bt_sec_peer(sec) : NULL;
+    grpc_channel_credentials *creds =
+        pem ? bt_rpc_channel_creds(pem) : grpc_insecure_credentials_create();
+
+    if (pem && bt_sec_peer_name(sec)[0]) {
+        bt_rpc_args_add_str(args, GRPC_SSL_TARGET_NAME_OVERRIDE_ARG, bt_sec_peer_name(sec));
+    }
+    ch->sec_version = pem ? pem->version : 0;
+    ch->channel = grpc_channel_create(ch->target, creds, &args->args);
+    grpc_channel_credentials_release(creds);
+    bt_pem_unref(pem);
+}
+
 int bt_rpc_channel_create(struct bt_loop *loop,
                           const char *target,
                           const struct bt_rpc_channel_config *config,
@@ -135,7 +154,6 @@ int bt_rpc_channel_create(struct bt_loop *loop,
                           struct bt_err *err)
 {
     struct bt_rpc_channel_config c = config ? *config : (struct bt_rpc_channel_config){0};
-    grpc_channel_credentials *creds;
     struct bt_rpc_channel *ch;
     struct bt_rpc_args args;
     int backoff_ms[2];
@@ -158,9 +176,7 @@ int bt_rpc_channel_create(struct bt_loop *loop,
     ch->first_state.fn = on_first_state;
     bt_list_init(&ch->calls);
     bt_rpc_args_client(&args, &c.keepalive, (int)c.max_message_bytes, backoff_ms);
-    creds = grpc_insecure_credentials_create();
-    ch->channel = grpc_channel_create(target, creds, &args.args);
-    grpc_channel_credentials_release(creds);
+    open_channel(ch, &args);
     bt_loop_attach(loop);
     if (c.on_state) {
         bt_timer_start(loop, &ch->first_state, bt_now_ns());
@@ -187,6 +203,11 @@ void bt_rpc_channel_destroy(struct bt_rpc_channel *ch)
 void bt_rpc_channel_reset_backoff(struct bt_rpc_channel *ch)
 {
     grpc_channel_reset_connect_backoff(ch->channel);
+}
+
+bool bt_rpc_channel_stale(const struct bt_rpc_channel *ch)
+{
+    return ch->config.sec && ch->sec_version != bt_sec_peer_version(ch->config.sec);
 }
 
 const char *bt_rpc_channel_target(const struct bt_rpc_channel *ch)
@@ -433,6 +454,20 @@ static int copy_metadata(struct bt_rpc_client_call *call,
     return BT_OK;
 }
 
+static void add_token(struct bt_rpc_client_call *call)
+{
+    struct bt_sec *sec = call->channel->config.sec;
+    char value[BT_BEARER_MAX];
+
+    if (sec && bt_sec_bearer(sec, value, sizeof(value))) {
+        grpc_metadata *m = &call->metadata[call->n_metadata++];
+
+        m->key = grpc_slice_from_static_string("authorization");
+        m->value = grpc_slice_from_copied_string(value);
+    }
+    OPENSSL_cleanse(value, sizeof(value));
+}
+
 static void start_call(struct bt_rpc_client_call *call, const struct bt_rpc_client_args *args)
 {
     struct bt_rpc_channel *ch = call->channel;
@@ -486,6 +521,7 @@ int bt_rpc_client_start(struct bt_rpc_channel *ch,
     if (rc < 0) {
         goto fail;
     }
+    add_token(call);
     if (args->request) {
         rc = bt_rpc_sendq_push(&call->sendq, args->request);
         if (rc < 0) {

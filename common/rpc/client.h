@@ -24,6 +24,9 @@ struct bt_rpc_channel_config {
     int backoff_min_ms;       /* before the second attempt to connect; 50 */
     int backoff_max_ms;       /* 1000 */
     struct bt_rpc_keepalive keepalive;
+    /* If set: TLS where it has a CA for the other side, as it is when the channel is created, and
+     * its token with every call. Borrowed. */
+    struct bt_sec *sec;
     /* If set: keeps the channel connected even without calls, and tells each change of state (short
      * ones may be missed). Called first with the state at the start. */
     void (*on_state)(void *user, enum bt_rpc_conn_state state);
@@ -44,6 +47,9 @@ int bt_rpc_channel_create(struct bt_loop *loop,
 void bt_rpc_channel_destroy(struct bt_rpc_channel *channel);
 /* Forgets the backoff: a peer that is known to be back is tried at once. */
 void bt_rpc_channel_reset_backoff(struct bt_rpc_channel *channel);
+/* True if certificates have been exchanged since the channel was created: what runs goes on, but a
+ * new connection should be one of a new channel. */
+bool bt_rpc_channel_stale(const struct bt_rpc_channel *channel);
 const char *bt_rpc_channel_target(const struct bt_rpc_channel *channel);
 
 /* Static table. `closed` comes exactly once and last; the call is dead afterwards.

@@ -404,8 +404,8 @@ static void on_half_close(struct bt_rpc_call *call)
         .path = "/" package ".ServerReflection/ServerReflectionInfo",                              \
         .request = &grpc__reflection__v1__server_reflection_request__descriptor,                   \
         .response = &grpc__reflection__v1__server_reflection_response__descriptor,                 \
-        .client_stream = true, .message = on_request, .drained = on_drained,                       \
-        .half_close = on_half_close                                                                \
+        .access = BT_ACCESS_ANY, .client_stream = true, .message = on_request,                     \
+        .drained = on_drained, .half_close = on_half_close                                         \
     }
 
 static const struct bt_rpc_method method_v1[] = {METHOD("grpc.reflection.v1")};

@@ -7,8 +7,10 @@
 #include "common/ds/map.h"
 #include "common/rpc/loop.h"
 #include "common/rpc/rpc.h"
+#include "common/sec/sec.h"
 
 #include <grpc/grpc.h>
+#include <grpc/grpc_security.h>
 
 /* What a completion queue event points to; embedded in the object that waits for it. */
 struct bt_cq_tag {
@@ -113,6 +115,7 @@ void bt_rpc_args_client(struct bt_rpc_args *a,
                         const struct bt_rpc_keepalive *ka,
                         int max_message_bytes,
                         const int backoff_ms[2]);
+void bt_rpc_args_add_str(struct bt_rpc_args *a, const char *key, const char *value);
 gpr_timespec bt_rpc_to_gpr(uint64_t deadline_ns);
 uint64_t bt_rpc_from_gpr(gpr_timespec t);
 /* Sends gRPC's own log lines into ours; safe to repeat. */
@@ -120,6 +123,19 @@ void bt_rpc_log_init(void);
 /* Last error line that gRPC logged on this thread; empty string if none since clear. */
 const char *bt_rpc_log_last(void);
 void bt_rpc_log_clear(void);
+/* creds.c. Credentials of a server port and of a channel; the caller releases them. A new
+ * connection of the port shows the newest certificate of `f->sec`; `f` outlives the server. NULL:
+ * no memory.
+ */
+struct bt_rpc_fetcher {
+    struct bt_sec *sec;
+    uint64_t version; /* that core has; under its lock */
+};
+grpc_server_credentials *bt_rpc_server_creds(struct bt_rpc_fetcher *f);
+grpc_channel_credentials *bt_rpc_channel_creds(const struct bt_pem *pem);
+/* True if the peer of a call has shown a certificate with one of tls.client_names, or names do not
+ * matter. */
+bool bt_rpc_cert_ok(const struct bt_sec *sec, grpc_call *call);
 /* Looks a key up in metadata of a call; {NULL, 0} = absent. */
 struct bt_str bt_rpc_md_get(const grpc_metadata_array *md, const char *key);
 

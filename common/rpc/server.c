@@ -11,7 +11,6 @@
 #include "common/obs/log.h"
 #include "common/rpc/rpc_int.h"
 
-#include <grpc/grpc_security.h>
 #include <grpc/support/alloc.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -46,6 +45,7 @@ struct bt_rpc_server {
     const struct bt_rpc_service *services[MAX_SERVICES];
     size_t n_services;
     struct bt_rpc_guard guard;
+    struct bt_rpc_fetcher fetcher;
     struct bt_list calls; /* struct bt_rpc_call.link, slots not included */
     size_t n_slots;
     size_t n_user_calls;   /* opened, not infrastructure, not freed yet */
@@ -68,6 +68,7 @@ struct bt_rpc_call {
     const struct bt_rpc_service *service; /* NULL: refused before it was opened */
     const struct bt_rpc_method *method;
     void *user;
+    struct bt_who who;
     enum call_state state;
     int n_tags;
     struct bt_rpc_conn *conn;
@@ -405,13 +406,44 @@ static bool make_room(struct bt_rpc_server *srv)
     return true;
 }
 
+/* The bits of which the caller needs one; methods without a row of their own are for operators. */
+static unsigned access_of(const struct bt_rpc_call *call)
+{
+    if (!call->method) {
+        return BT_ACCESS_ANY; /* who may do anything is told that there is no such method */
+    }
+    return call->method->access ? call->method->access : BT_ACCESS_OPERATOR;
+}
+
+static int authorize(struct bt_rpc_call *call, struct bt_err *err)
+{
+    struct bt_sec *sec = call->srv->config.sec;
+    struct bt_sec_ask ask = {.port = BT_SEC_GRPC,
+                             .authorization = bt_rpc_call_metadata(call, "authorization"),
+                             .access = access_of(call)};
+
+    if (sec && !(ask.access & BT_ACCESS_OPEN) && !bt_rpc_cert_ok(sec, call->call)) {
+        return BT_FAIL(err, BT_E_DENIED, "the certificate has none of the names that may call");
+    }
+    return bt_sec_authorize(sec, &ask, &call->who, err);
+}
+
 static void dispatch(struct bt_rpc_call *call)
 {
     struct bt_rpc_server *srv = call->srv;
+    bool found = find_method(call);
+    struct bt_err err = {0};
     char text[300];
     int path_len = (int)BT_MIN(GRPC_SLICE_LENGTH(call->details.method), (size_t)200);
+    int rc = authorize(call, &err);
 
-    if (!find_method(call)) {
+    if (rc < 0) {
+        BT_INFO("denied", "peer=%s method=%s rc=%s msg=\"%s\"", bt_rpc_call_peer(call),
+                found ? call->method->path : "?", bt_rc_name(rc), bt_err_msg(&err, rc));
+        refuse(call, bt_rc_grpc(rc), bt_err_msg(&err, rc));
+        return;
+    }
+    if (!found) {
         snprintf(text, sizeof(text), "unknown method %.*s", path_len,
                  (const char *)GRPC_SLICE_START_PTR(call->details.method));
         refuse(call, BT_RPC_UNIMPLEMENTED, text);
@@ -586,18 +618,24 @@ int bt_rpc_server_listen(struct bt_rpc_server *srv,
                          int *ret_port,
                          struct bt_err *err)
 {
+    bool tls = srv->config.sec && bt_sec_has_tls(srv->config.sec, BT_SEC_GRPC);
     grpc_server_credentials *creds;
     const char *why;
     int port;
 
     BT_BUG_ON(srv->phase != SERVER_SETUP);
-    if (!srv->config.allow_insecure && !bt_rpc_address_is_local(address)) {
+    if (!tls && !srv->config.allow_insecure && !bt_rpc_address_is_local(address)) {
         return BT_FAIL(err, BT_E_CONFIG,
                        "listen address %.100s can be reached from other machines and calls are not "
                        "encrypted; use a loopback address or set allow_insecure",
                        address);
     }
-    creds = grpc_insecure_server_credentials_create();
+    /* Core fetches as the port is made, so each port begins with no version. */
+    srv->fetcher = (struct bt_rpc_fetcher){.sec = srv->config.sec};
+    creds = tls ? bt_rpc_server_creds(&srv->fetcher) : grpc_insecure_server_credentials_create();
+    if (!creds) {
+        return BT_FAIL(err, BT_E_NOMEM, "rpc server: no TLS credentials");
+    }
     bt_rpc_log_clear();
     port = grpc_server_add_http2_port(srv->server, address, creds);
     grpc_server_credentials_release(creds);
@@ -821,6 +859,11 @@ struct bt_loop *bt_rpc_call_loop(const struct bt_rpc_call *call)
 uint64_t bt_rpc_call_deadline_ns(const struct bt_rpc_call *call)
 {
     return bt_rpc_from_gpr(call->details.deadline);
+}
+
+const struct bt_who *bt_rpc_call_who(const struct bt_rpc_call *call)
+{
+    return &call->who;
 }
 
 const char *bt_rpc_call_peer(struct bt_rpc_call *call)

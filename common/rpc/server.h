@@ -4,13 +4,16 @@
  * through `message`, go out through bt_rpc_call_send, and bt_rpc_call_finish ends the call.
  * Everything here, callbacks included, is for the loop thread; nothing blocks but destroy.
  *
- * A request that cannot be decoded, is too large or has no method is answered here, with a text
- * that names the method; bytes that are not HTTP/2 only close their connection. */
+ * Callers are let in here: UNAUTHENTICATED or PERMISSION_DENIED before anything else is said, also
+ * for methods that do not exist. A request that cannot be decoded, is too large or has no method is
+ * answered here, with a text that names the method; bytes that are not HTTP/2 only close their
+ * connection. */
 #ifndef BT_RPC_SERVER_H
 #define BT_RPC_SERVER_H
 
 #include "common/rpc/loop.h"
 #include "common/rpc/rpc.h"
+#include "common/sec/sec.h"
 
 struct bt_rpc_server;
 struct bt_rpc_call;
@@ -30,6 +33,7 @@ struct bt_rpc_method {
     const char *path; /* "/package.Service/Method" */
     const ProtobufCMessageDescriptor *request;
     const ProtobufCMessageDescriptor *response;
+    unsigned access;    /* BT_ACCESS_ bits of which a caller needs one; 0 = operators alone */
     bool client_stream; /* more than one request message */
     void (*open)(struct bt_rpc_call *call);
     void (*message)(struct bt_rpc_call *call, const ProtobufCMessage *msg);
@@ -50,7 +54,8 @@ struct bt_rpc_service {
 
 /* Zero means the default named here. */
 struct bt_rpc_server_config {
-    bool allow_insecure;      /* plain text on addresses other than loopback and unix sockets */
+    struct bt_sec *sec;  /* TLS, and who may call what; NULL = plain text, everybody. Borrowed */
+    bool allow_insecure; /* plain text on addresses other than loopback and unix sockets */
     size_t max_message_bytes; /* received; BT_RPC_MAX_MESSAGE_BYTES, at most 1 GiB.
                                  Unfinished messages of one connection: 4 times that + 16 MiB */
     size_t max_queued_bytes;  /* to be sent, per call; BT_RPC_MAX_QUEUED_BYTES */
@@ -71,7 +76,8 @@ void bt_rpc_server_destroy(struct bt_rpc_server *srv);
 
 /* Before start. `address`: "127.0.0.1:7000", "[::1]:0", "localhost:0", "unix:/path". Port 0 picks
  * one: *ret_port (may be NULL) is the real one, 1 for unix sockets. Refuses with BT_E_CONFIG what
- * is not loopback unless allow_insecure; BT_E_IO if it cannot be bound. */
+ * is neither loopback nor TLS unless allow_insecure; BT_E_IO if it cannot be bound. A certificate
+ * that is exchanged later is shown to connections from then on. */
 int bt_rpc_server_listen(struct bt_rpc_server *srv,
                          const char *address,
                          int *ret_port,
@@ -137,6 +143,8 @@ void *bt_rpc_call_service_user(const struct bt_rpc_call *call);
 struct bt_loop *bt_rpc_call_loop(const struct bt_rpc_call *call);
 /* BT_NEVER_NS if the client set none. */
 uint64_t bt_rpc_call_deadline_ns(const struct bt_rpc_call *call);
+/* Who calls, as the server's security has found; valid from `open` on. Borrowed. */
+const struct bt_who *bt_rpc_call_who(const struct bt_rpc_call *call);
 /* "ipv4:127.0.0.1:4711", "unix:"; never NULL, borrowed. Not authenticated. */
 const char *bt_rpc_call_peer(struct bt_rpc_call *call);
 /* Request metadata, keys in lower case; p == NULL if absent. Borrowed. */

@@ -298,6 +298,11 @@ static void check_expiry(struct bt_sec *s)
     }
 }
 
+bool bt_sec_has_files(const struct bt_sec *s)
+{
+    return in_use(&s->groups[0]) || in_use(&s->groups[1]) || in_use(&s->groups[2]);
+}
+
 void bt_sec_look(struct bt_sec *s, bool now)
 {
     struct stamp stamps[N_FILES];

@@ -87,6 +87,8 @@ int bt_sec_create(const struct bt_sec_conf *conf,
                   struct bt_err *err) BT_MUST_USE;
 void bt_sec_destroy(struct bt_sec *s); /* NULL is fine; nobody uses it any more */
 
+/* False: nothing is configured, there is nothing to look at. */
+bool bt_sec_has_files(const struct bt_sec *s);
 /* One look at the files, by one thread about once a second: what has changed, and not again since
  * the look before, is loaded. `now`: everything is loaded at once, changed or not (SIGHUP). Logs
  * event=reload or event=reload_refused. Reads files. */

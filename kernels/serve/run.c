@@ -285,7 +285,7 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
                 .transports = c->net_transports,
                 .devices = "",
                 .method = c->net_method,
-                .allow_insecure = c->common.allow_insecure},
+                .allow_insecure = bt_node_plain_kv(&c->common)},
         .node_name = s->name,
         .incarnation = s->incarnation,
         .silence_ns = c->handoff_silence_ns,
@@ -322,7 +322,8 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
 
 static int open_server(struct kn_serve *s, struct bt_rpc_service *service, struct bt_err *err)
 {
-    struct bt_rpc_server_config sc = {.allow_insecure = s->conf->common.allow_insecure,
+    struct bt_rpc_server_config sc = {.sec = bt_node_sec(s->node),
+                                      .allow_insecure = s->conf->common.allow_insecure,
                                       .max_queued_bytes = s->conf->max_queued_bytes};
     struct bt_str set = wire_descriptor_set();
     struct bt_addr addr;
@@ -401,16 +402,16 @@ static int check_store_needs(const struct kn_serve_conf *c, struct bt_err *err)
 static int check_conf(struct kn_serve *s, struct bt_err *err)
 {
     const struct kn_serve_conf *c = s->conf;
-    int rc = bt_node_check_listen(&c->common, "listen", c->listen, err);
+    int rc = bt_node_check_listen(&c->common, BT_SEC_GRPC, "listen", c->listen, err);
 
     if (rc == BT_OK) {
         rc = bt_cluster_conf_check(&c->cluster, err);
     }
     if (rc == BT_OK && s->role->handoffs) {
-        rc = bt_node_check_listen(&c->common, "net.listen", c->net_listen, err);
+        rc = bt_node_check_kv_listen(&c->common, "net.listen", c->net_listen, err);
     }
     if (rc == BT_OK && c->store) {
-        rc = bt_node_check_listen(&c->common, "store.listen", c->store_listen, err);
+        rc = bt_node_check_kv_listen(&c->common, "store.listen", c->store_listen, err);
     }
     if (rc == BT_OK) {
         rc = kv_tiers_conf_check(&c->tiers, err);

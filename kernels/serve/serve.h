@@ -43,6 +43,7 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
 
 #define KN_SERVE_CONF_ROWS(S, f)                                                                   \
     BT_NODE_CONF_ROWS(S, f.common), BT_NODE_CONF_ACCESS_ROW(S, f.common),                          \
+        BT_SEC_CONF_ROWS(S, f.common.sec), BT_SEC_KV_CONF_ROWS(S, f.common.sec),                   \
         BT_CLUSTER_CONF_ROWS(S, f.cluster), KV_TIERS_CONF_ROWS(S, f.tiers),                        \
         BT_CONF_STR(                                                                               \
             S, f.name, "name", "", 63,                                                             \

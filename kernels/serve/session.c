@@ -221,6 +221,7 @@ static void on_status(struct bt_rpc_call *call, const ProtobufCMessage *msg)
 const struct bt_rpc_method kn_session_methods[] = {
     {.path = "/baton.v1.Node/Session",
      .request = &baton__v1__router_message__descriptor,
+     .access = BT_ACCESS_CLUSTER,
      .response = &baton__v1__node_message__descriptor,
      .client_stream = true,
      .open = on_open,
@@ -230,6 +231,7 @@ const struct bt_rpc_method kn_session_methods[] = {
      .closed = on_closed},
     {.path = "/baton.v1.Node/GetStatus",
      .request = &baton__v1__node_status_request__descriptor,
+     .access = BT_ACCESS_OPERATOR | BT_ACCESS_CLUSTER,
      .response = &baton__v1__node_status__descriptor,
      .message = on_status},
 };

@@ -14,7 +14,7 @@ int kn_store_open(struct kn_serve *s, struct bt_err *err)
                                    .transports = c->net_transports,
                                    .devices = "",
                                    .method = c->net_method,
-                                   .allow_insecure = c->common.allow_insecure};
+                                   .allow_insecure = bt_node_plain_kv(&c->common)};
     struct bt_blockmap_cfg bc = {.conf = &c->cluster,
                                  .name = s->name,
                                  .incarnation = s->incarnation,

@@ -38,6 +38,8 @@ struct store_conf {
 
 static const struct bt_conf_opt opts[] = {
     BT_NODE_CONF_ROWS(struct store_conf, common),
+    BT_SEC_CONF_ROWS(struct store_conf, common.sec),
+    BT_SEC_KV_CONF_ROWS(struct store_conf, common.sec),
     BT_CLUSTER_CONF_ROWS(struct store_conf, cluster),
     KV_TIERS_CONF_ROWS(struct store_conf, tiers),
     BT_CONF_STR(
@@ -229,6 +231,7 @@ static void on_status(struct bt_rpc_call *call, const ProtobufCMessage *msg)
 static const struct bt_rpc_method methods[] = {
     {.path = "/baton.v1.Node/GetStatus",
      .request = &baton__v1__node_status_request__descriptor,
+     .access = BT_ACCESS_OPERATOR | BT_ACCESS_CLUSTER,
      .response = &baton__v1__node_status__descriptor,
      .message = on_status},
 };
@@ -307,7 +310,8 @@ static void tell_fenced(void *arg)
 
 static int open_server(struct store *s, struct bt_rpc_service *service, struct bt_err *err)
 {
-    struct bt_rpc_server_config sc = {.allow_insecure = s->conf->common.allow_insecure};
+    struct bt_rpc_server_config sc = {.sec = bt_node_sec(s->node),
+                                      .allow_insecure = s->conf->common.allow_insecure};
     struct bt_str set = wire_descriptor_set();
     struct bt_addr addr;
     int port, rc;
@@ -357,7 +361,7 @@ static int open_tiers(struct store *s, struct bt_err *err)
                 .transports = c->net_transports,
                 .devices = "",
                 .method = c->net_method,
-                .allow_insecure = c->common.allow_insecure},
+                .allow_insecure = bt_node_plain_kv(&c->common)},
         .node_name = s->name,
         .incarnation = s->self.incarnation,
         .takes_puts = true,
@@ -394,7 +398,7 @@ static int open_relay(struct store *s, struct bt_err *err)
                 .transports = c->net_transports,
                 .devices = "",
                 .method = c->net_method,
-                .allow_insecure = c->common.allow_insecure},
+                .allow_insecure = bt_node_plain_kv(&c->common)},
         .node_name = s->name,
         .incarnation = s->self.incarnation,
         .silence_ns = c->silence_ns,
@@ -419,13 +423,13 @@ static int open_relay(struct store *s, struct bt_err *err)
 static int check_conf(struct store *s, struct bt_err *err)
 {
     const struct store_conf *c = s->conf;
-    int rc = bt_node_check_listen(&c->common, "listen", c->listen, err);
+    int rc = bt_node_check_listen(&c->common, BT_SEC_GRPC, "listen", c->listen, err);
 
     if (rc == BT_OK) {
-        rc = bt_node_check_listen(&c->common, "net.listen", c->net_listen, err);
+        rc = bt_node_check_kv_listen(&c->common, "net.listen", c->net_listen, err);
     }
     if (rc == BT_OK) {
-        rc = bt_node_check_listen(&c->common, "store.listen", c->store_listen, err);
+        rc = bt_node_check_kv_listen(&c->common, "store.listen", c->store_listen, err);
     }
     if (rc == BT_OK) {
         rc = kv_tiers_conf_check(&c->tiers, err);

@@ -32,8 +32,8 @@ static void set_phase(struct rt_http_conn *c, enum rt_http_phase phase, uint64_t
 static void want(struct rt_http_conn *c)
 {
     bool reads = c->phase != RT_HTTP_ANSWER && !c->eof && c->in.n == 0;
-    uint32_t events =
-        (reads ? EPOLLIN : 0) | (c->eof ? 0 : EPOLLRDHUP) | (c->out_off < c->out.n ? EPOLLOUT : 0);
+    bool writes = c->out_off < c->out.n || c->shake_writes;
+    uint32_t events = (reads ? EPOLLIN : 0) | (c->eof ? 0 : EPOLLRDHUP) | (writes ? EPOLLOUT : 0);
     struct epoll_event ev = {.events = events, .data.ptr = c};
 
     if (!c->closed && events != c->events) {
@@ -66,7 +66,8 @@ void rt_http_conn_open(struct rt_http *h, int fd)
         c = bt_calloc(1, sizeof(*c));
     }
     if (!c) {
-        if (send(fd, full, sizeof(full) - 1, MSG_NOSIGNAL) < 0) {
+        if (!bt_sec_has_tls(h->sec, BT_SEC_HTTP) &&
+            send(fd, full, sizeof(full) - 1, MSG_NOSIGNAL) < 0) {
             /* it is told nothing then */
         }
         close(fd);
@@ -85,7 +86,7 @@ void rt_http_conn_open(struct rt_http *h, int fd)
     h->n_conns++;
     set_phase(c, RT_HTTP_IDLE, h->conf->header_ns);
     ev.data.ptr = c;
-    if (epoll_ctl(h->epoll_fd, EPOLL_CTL_ADD, fd, &ev) != 0) {
+    if (rt_http_tls_open(c) < 0 || epoll_ctl(h->epoll_fd, EPOLL_CTL_ADD, fd, &ev) != 0) {
         rt_http_conn_close(c);
     }
 }
@@ -104,6 +105,8 @@ void rt_http_conn_close(struct rt_http_conn *c)
     }
     c->closed = true;
     c->h->n_conns--;
+    rt_http_tls_bye(c);
+    rt_http_tls_close(c);
     close(c->fd); /* leaves epoll too */
     c->fd = -1;
     if (c->ex) {
@@ -141,6 +144,7 @@ static void linger(struct rt_http_conn *c)
 {
     /* Closing now would reset the connection when the client still sends, and our last words with
      * it. */
+    rt_http_tls_bye(c);
     shutdown(c->fd, SHUT_WR);
     set_phase(c, RT_HTTP_LINGER, LINGER_NS);
     want(c);
@@ -172,7 +176,7 @@ void rt_http_conn_flush(struct rt_http_conn *c)
         return;
     }
     while (c->out_off < c->out.n) {
-        ssize_t n = send(c->fd, c->out.p + c->out_off, c->out.n - c->out_off, MSG_NOSIGNAL);
+        ssize_t n = rt_http_send(c, c->out.p + c->out_off, c->out.n - c->out_off);
 
         if (n < 0) {
             if (errno == EINTR) {
@@ -459,7 +463,8 @@ static void gone(struct rt_http_conn *c)
 static void readable(struct rt_http_conn *c)
 {
     static char scratch[READ_BYTES]; /* the thread's */
-    ssize_t n = recv(c->fd, scratch, sizeof(scratch), 0);
+    ssize_t n = c->phase == RT_HTTP_LINGER ? recv(c->fd, scratch, sizeof(scratch), 0)
+                                           : rt_http_recv(c, scratch, sizeof(scratch));
 
     if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) {
         gone(c);
@@ -476,6 +481,17 @@ static void readable(struct rt_http_conn *c)
     }
 }
 
+static void shake(struct rt_http_conn *c)
+{
+    int rc = rt_http_tls_shake(c);
+
+    if (rc < 0) {
+        rt_http_conn_close(c);
+    } else {
+        want(c);
+    }
+}
+
 void rt_http_conn_event(struct rt_http_conn *c, uint32_t events)
 {
     if (c->closed) {
@@ -483,6 +499,10 @@ void rt_http_conn_event(struct rt_http_conn *c, uint32_t events)
     }
     if (events & (EPOLLERR | EPOLLHUP)) {
         rt_http_conn_close(c);
+        return;
+    }
+    if (c->shaking) {
+        shake(c);
         return;
     }
     if (events & EPOLLOUT) {

@@ -537,6 +537,7 @@ static int make_choices(struct rt_http_ex *ex)
         struct rt_http_choice *ch = &ex->choices[i];
 
         ch->client.choice = (uint32_t)(i % ex->spec.n);
+        ch->client.who = ex->conn->who;
         ch->h = ex->h;
         ch->ex = ex;
         ch->idx = (uint32_t)i;

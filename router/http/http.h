@@ -10,15 +10,15 @@ struct rt_http;
 
 struct rt_http_conf {
     char *listen; /* empty = off */
-    char *token;  /* empty = none asked for */
     bool open_metrics;
     uint64_t max_body_bytes, max_queued_bytes;
     int64_t max_connections;
     uint64_t idle_ns, header_ns, body_ns, stall_ns, heartbeat_ns;
 };
 
-/* Refuses an address off loopback without a token: BT_E_CONFIG. BT_E_IO if it cannot be bound. The
- * thread runs from here on; `conf` is borrowed until stop. */
+/* BT_E_CONFIG for an address that is none, BT_E_IO if it cannot be bound; what is allowed off
+ * loopback was checked before (bt_node_check_listen). The thread runs from here on; `conf` is
+ * borrowed until stop. */
 int rt_http_start(struct rt_router *r,
                   const struct rt_http_conf *conf,
                   struct rt_http **ret_http,

@@ -134,7 +134,11 @@ struct rt_http_conn {
     struct bt_list idle;  /* rt_http.idle */
     struct rt_http *h;
     int fd;
-    uint32_t events; /* asked of epoll */
+    struct ssl_st *ssl; /* NULL = plain text */
+    bool shaking;       /* hands: nothing else happens before that is done */
+    bool shake_writes;  /* the handshake waits for room */
+    bool tls_over;      /* broken, or goodbye was said */
+    uint32_t events;    /* asked of epoll */
     enum rt_http_phase phase;
     uint64_t deadline_ns;
     bool fresh; /* no request yet: the header's time runs */
@@ -153,6 +157,7 @@ struct rt_http_conn {
     size_t n_field;
     bool in_value, expect, has_host;
     char auth[600];
+    struct bt_who who; /* of the request that is being answered */
     size_t n_auth, n_request_id;
     char request_id[RT_HTTP_ID_BYTES + 1];
     char expect_value[16];
@@ -169,7 +174,7 @@ struct rt_http {
     pthread_t thread;
     int epoll_fd, wake_fd, listen_fd;
     struct bt_mailbox mailbox;
-    uint8_t token_hash[32];
+    struct bt_sec *sec; /* the node's */
 
     /* http */
     struct bt_list conns, dirty, idle, dead;
@@ -206,6 +211,17 @@ void rt_http_conn_free(struct rt_http_conn *c);
 void rt_http_conn_done(struct rt_http_conn *c);
 /* Output of the connection is to be sent at the end of the turn. */
 void rt_http_conn_dirty(struct rt_http_conn *c);
+
+/* tls.c: the bytes of a connection. As recv and send, with errno EAGAIN or another one. */
+ssize_t rt_http_recv(struct rt_http_conn *c, void *to, size_t n);
+ssize_t rt_http_send(struct rt_http_conn *c, const void *from, size_t n);
+/* Begins TLS where the port has it; BT_E_NOMEM. */
+int rt_http_tls_open(struct rt_http_conn *c) BT_MUST_USE;
+/* Goes on with the handshake: BT_OK = done, BT_PENDING, or BT_E_PEER_PROTOCOL. */
+int rt_http_tls_shake(struct rt_http_conn *c) BT_MUST_USE;
+/* Says that nothing more will be written, as far as there is room for it. */
+void rt_http_tls_bye(struct rt_http_conn *c);
+void rt_http_tls_close(struct rt_http_conn *c);
 
 /* route.c: a whole request has come. */
 void rt_http_route(struct rt_http_conn *c);

@@ -1,12 +1,11 @@
 /* From a whole request to the exchange that answers it: who may ask, what for, and the shape of
- * errors. Everything asks for the token but health and readiness. HTTP thread. */
+ * errors. Everything asks for a token but health and readiness. HTTP thread. */
 #include "router/http/http_int.h"
 
+#include "common/obs/log.h"
 #include "common/text/detok.h"
 
 #include <math.h>
-#include <openssl/crypto.h>
-#include <openssl/sha.h>
 #include <stdlib.h>
 
 #define MAX_DETOK_IDS (1u << 18)
@@ -79,7 +78,7 @@ void rt_http_respond(struct rt_http_conn *c, int status, const char *type, struc
     rc = bt_buf_printf(&c->out,
                        "HTTP/1.1 %d %s\r\nContent-Type: %s\r\nContent-Length: %zu\r\n%s%s%s",
                        status, rt_http_reason(status), type, body.n, retry,
-                       status == 401 ? "WWW-Authenticate: Bearer\r\n" : "",
+                       status == 401 ? "WWW-Authenticate: Bearer realm=\"baton\"\r\n" : "",
                        c->close_after ? "Connection: close\r\n" : "Connection: keep-alive\r\n");
     if (rc == BT_OK && c->ex && c->ex->request_id[0]) {
         rc = bt_buf_printf(&c->out, "X-Request-Id: %s\r\n", c->ex->request_id);
@@ -120,24 +119,23 @@ void rt_http_respond_rc(struct rt_http_conn *c, int rc, const char *param, const
 
 /* --- who may ask ----------------------------------------------------------------------------- */
 
-/* Compares digests, so that time tells neither the length nor the first byte that differs. */
-static bool token_ok(const struct rt_http_conn *c)
+static int authorize(struct rt_http_conn *c, unsigned access, struct bt_err *err)
 {
-    uint8_t hash[32];
-    size_t skip = 7;
+    struct bt_sec_ask ask = {.port = BT_SEC_HTTP, .access = access};
 
-    if (!c->h->conf->token[0]) {
-        return true;
+    if (c->n_auth > 0 && c->n_auth <= sizeof(c->auth)) {
+        ask.authorization = (struct bt_str){c->auth, c->n_auth};
     }
-    if (c->n_auth > sizeof(c->auth) || c->n_auth < skip ||
-        strncasecmp(c->auth, "Bearer ", skip) != 0) {
-        return false;
-    }
-    while (skip < c->n_auth && c->auth[skip] == ' ') {
-        skip++;
-    }
-    SHA256((const uint8_t *)c->auth + skip, c->n_auth - skip, hash);
-    return CRYPTO_memcmp(hash, c->h->token_hash, sizeof(hash)) == 0;
+    return bt_sec_authorize(c->h->sec, &ask, &c->who, err);
+}
+
+static void denied(struct rt_http_conn *c, int rc, const struct bt_err *err)
+{
+    const char *code = rc == BT_E_DENIED ? "permission_denied" : "invalid_api_key";
+
+    BT_INFO("denied", "port=http fd=%d rc=%s msg=\"%s\"", c->fd, bt_rc_name(rc),
+            bt_err_msg(err, rc));
+    rt_http_respond_error(c, rt_http_status_of(rc), NULL, code, bt_err_msg(err, rc));
 }
 
 /* --- endpoints ------------------------------------------------------------------------------- */
@@ -222,18 +220,18 @@ static void detokenize(struct rt_http_conn *c)
 static const struct route {
     const char *path;
     bool post;
-    bool open;    /* to everybody */
-    bool metrics; /* open if configured so */
+    unsigned access; /* BT_ACCESS_ bits of which a caller needs one; 0 = operators alone */
+    bool metrics;    /* open to everybody if configured so */
     void (*run)(struct rt_http_conn *c);
 } routes[] = {
-    {"/v1/chat/completions", .post = true, .run = chat},
-    {"/v1/completions", .post = true, .run = completions},
-    {"/v1/models", .run = models},
-    {"/health", .open = true, .run = health},
-    {"/ready", .open = true, .run = ready},
-    {"/metrics", .metrics = true, .run = metrics},
-    {"/tokenize", .post = true, .run = tokenize},
-    {"/detokenize", .post = true, .run = detokenize},
+    {"/v1/chat/completions", .post = true, .access = BT_ACCESS_CLIENT, .run = chat},
+    {"/v1/completions", .post = true, .access = BT_ACCESS_CLIENT, .run = completions},
+    {"/v1/models", .access = BT_ACCESS_CLIENT, .run = models},
+    {"/health", .access = BT_ACCESS_OPEN, .run = health},
+    {"/ready", .access = BT_ACCESS_OPEN, .run = ready},
+    {"/metrics", .access = BT_ACCESS_OPERATOR, .metrics = true, .run = metrics},
+    {"/tokenize", .post = true, .access = BT_ACCESS_CLIENT, .run = tokenize},
+    {"/detokenize", .post = true, .access = BT_ACCESS_CLIENT, .run = detokenize},
 };
 
 static const struct route *find(const char *path)
@@ -277,14 +275,20 @@ static void other_method(struct rt_http_conn *c, const struct route *r)
 void rt_http_route(struct rt_http_conn *c)
 {
     unsigned method = c->parser.method;
+    unsigned access = BT_ACCESS_ANY; /* who may do anything is told that a path does not exist */
     const struct route *r;
-    bool open;
+    struct bt_err err = {0};
+    int rc;
 
     c->url[strcspn(c->url, "?#")] = '\0';
     r = find(c->url);
-    open = r && (r->open || (r->metrics && c->h->conf->open_metrics));
-    if (!open && !token_ok(c)) {
-        rt_http_respond_error(c, 401, NULL, "invalid_api_key", "a valid bearer token is needed");
+    if (r) {
+        access = r->access ? r->access : BT_ACCESS_OPERATOR;
+        access |= r->metrics && c->h->conf->open_metrics ? BT_ACCESS_OPEN : 0;
+    }
+    rc = authorize(c, access, &err);
+    if (rc < 0) {
+        denied(c, rc, &err);
     } else if (!r) {
         rt_http_respond_error(c, 404, NULL, "not_found", "there is nothing at this path");
     } else if (r->post ? method == HTTP_POST : method == HTTP_GET || method == HTTP_HEAD) {

@@ -10,7 +10,6 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <openssl/sha.h>
 #include <stdlib.h>
 #include <sys/epoll.h>
 #include <sys/random.h>
@@ -220,16 +219,9 @@ static void name_address(struct rt_http *h, const struct bt_addr *a)
 
 static int check(const struct rt_http_conf *conf, struct bt_addr *a, struct bt_err *err)
 {
-    if (bt_addr_read(bt_str_of(conf->listen), a) < 0 || a->is_unix) {
-        return BT_FAIL(err, BT_E_CONFIG, "http.listen = %s: must be host:port", conf->listen);
-    }
-    if (!bt_addr_is_loopback(a) && !conf->token[0]) {
-        return BT_FAIL(err, BT_E_CONFIG,
-                       "http.listen = %s is not loopback: set http.token_file, or everybody could "
-                       "use it",
-                       conf->listen);
-    }
-    return BT_OK;
+    return bt_addr_read(bt_str_of(conf->listen), a) == BT_OK && !a->is_unix
+               ? BT_OK
+               : BT_FAIL(err, BT_E_CONFIG, "http.listen = %s: must be host:port", conf->listen);
 }
 
 static int open_all(struct rt_http *h, struct bt_err *err)
@@ -282,6 +274,7 @@ int rt_http_start(struct rt_router *r,
     }
     *h = (struct rt_http){.router = r,
                           .conf = conf,
+                          .sec = bt_node_sec(r->node),
                           .epoll_fd = -1,
                           .wake_fd = -1,
                           .listen_fd = -1,
@@ -294,7 +287,6 @@ int rt_http_start(struct rt_router *r,
     bt_list_init(&h->idle);
     bt_list_init(&h->dead);
     rt_http_bridge_init(h);
-    SHA256((const uint8_t *)conf->token, strlen(conf->token), h->token_hash);
     http_parser_set_max_header_size(RT_HTTP_HEADER_BYTES);
     rc = open_all(h, err);
     if (rc < 0) {

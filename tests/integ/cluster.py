@@ -93,10 +93,11 @@ class Cluster:
 
     def __init__(self, model, prefill=1, decode=1, redis=True, role="decode", router_args=(),
                  node_args=(), prefill_args=(), decode_args=(), seeds=(), wait=True, pool="64M", threads=1,
-                 keeper=False, kvstore=0, kvstore_args=()):
+                 keeper=False, kvstore=0, kvstore_args=(), access=None):
+        """access: what clients of these tests show, see security.py."""
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="baton-integ."))
         self.model, self.procs, self.allowed, self.clients = model, {}, [], {}
-        self.redis, self.pool, self.threads = None, pool, threads
+        self.redis, self.pool, self.threads, self.access = None, pool, threads, access
         try:
             self.common = [f"--redis.address={self.start_redis() if redis else ''}"]
             self.seeds = list(seeds)
@@ -160,12 +161,12 @@ class Cluster:
     def client_of(self, name):
         c = self.clients.get(name)
         if not c:
-            c = self.clients[name] = Client(self.procs[name].address)
+            c = self.clients[name] = Client(self.procs[name].address, access=self.access)
         return c
 
     def fresh_client(self, options=()):
         """A client with a connection of its own."""
-        return Client(self.procs["router"].address, options)
+        return Client(self.procs["router"].address, options, self.access)
 
     def restart(self, name):
         p = self.procs[name]

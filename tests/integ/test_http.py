@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from cluster import SLOW, Cluster, eventually
+from security import Access
 from wire import LENGTH, ROOT, STOP, request
 
 pytestmark = pytest.mark.sanitize
@@ -478,7 +479,11 @@ ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics", "
 def test_SEC_01_everything_but_health_asks_for_the_token(cluster, tmp_path):
     token = tmp_path / "token"
     token.write_text("open-sesame-and-more\n")
-    c = cluster(router_args=["--http.listen=127.0.0.1:0", f"--http.token_file={token}"])
+    operators = tmp_path / "operators"
+    operators.write_text("open-sesame-operator\n")
+    c = cluster(router_args=["--http.listen=127.0.0.1:0", f"--security.clients_file={token}",
+                             f"--security.operators_file={operators}"],
+                access=Access(client="open-sesame-and-more", operator="open-sesame-operator"))
     h = Http(c)
     wrong = [{}] + [{"Authorization": v} for v in (
         "Bearer x", "Bearer open-sesame", "Bearer open-sesame-and-more2", "Bearer ", "Bearer",
@@ -492,7 +497,12 @@ def test_SEC_01_everything_but_health_asks_for_the_token(cluster, tmp_path):
     for path in ("/health", "/ready"):
         assert h.call("GET", path)[0].status == 200
     good = Http(c, token="open-sesame-and-more")
-    assert good.call("GET", "/v1/models")[0].status == good.call("GET", "/metrics")[0].status == 200
+    assert good.call("GET", "/v1/models")[0].status == 200
+    assert good.call("GET", "/metrics")[0].status == 403
+    operator = Http(c, token="open-sesame-operator")
+    assert operator.call("GET", "/metrics")[0].status == 200
+    for path in ("/v1/models", "/tokenize", "/v1/completions"):
+        assert operator.call("POST" if path != "/v1/models" else "GET", path, "{}")[0].status == 403
     assert good.call("GET", "//v1/models")[0].status == 404
     assert good.complete(max_tokens=2)["choices"]
     assert h.client(api_key="open-sesame-and-more").models.list().data
@@ -504,9 +514,9 @@ def test_SEC_01_everything_but_health_asks_for_the_token(cluster, tmp_path):
 def test_SEC_01_off_loopback_needs_a_token(cluster):
     c = cluster()
     p = c.add_router("router2", ["--http.listen=0.0.0.0:0", "--allow_insecure=true"])
-    c.allow("http.token_file")
+    c.allow("security.clients_file")
     assert p.p.wait(30 * SLOW) == 2
-    assert "http.token_file" in p.log.read_text()
+    assert "security.clients_file" in p.log.read_text()
     p.killed = True
 
 

@@ -215,7 +215,7 @@ def test_refusals_to_start(models, tmp_path):
             cases.append((2, [*local, "--name=a b"], "name"))
             cases.append((2, [*local, "--name=\u00fc"], "name"))
             if binary != "baton-router":
-                cases.append((2, [*local, "--net.listen=0.0.0.0:0"], "allow_insecure"))
+                cases.append((2, [*local, "--net.listen=0.0.0.0:0"], "security.allow_plain_kv"))
             for code, args, text in cases:
                 out = run(*args, binary=binary)
                 assert out.returncode == code, (binary, args, out.stderr)

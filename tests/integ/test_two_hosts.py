@@ -57,7 +57,8 @@ def test_prefill_and_decode_on_two_hosts(hosts, models, cluster, tmp_path):
 
     def baton(host, name, binary, *args):
         return start(host, name, str(BUILD / binary), f"--model={model}", f"--name={name}",
-                     "--allow_insecure=true", f"--redis.address={HOST_A}:6390", "--cluster.poll=100ms",
+                     "--allow_insecure=true", "--security.allow_anonymous=on",
+                     f"--redis.address={HOST_A}:6390", "--cluster.poll=100ms",
                      f"--ready_file={tmp_path}/{name}.ready", *args)
 
     procs = []

@@ -98,10 +98,19 @@ OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_leng
 
 
 class Client:
-    """A client of the router, or of a node's GetStatus."""
+    """A client of the router, or of a node's GetStatus. `access`: what it shows, see security.py."""
 
-    def __init__(self, address, options=()):
-        self.channel = grpc.insecure_channel(address, options=[*OPTIONS, *options])
+    def __init__(self, address, options=(), access=None):
+        self.access = access
+        options = [*OPTIONS, *options, *(access.options if access else [])]
+        if access and access.creds:
+            self.channel = grpc.secure_channel(address, access.creds, options=options)
+        else:
+            self.channel = grpc.insecure_channel(address, options=options)
+
+    def metadata(self, method):
+        token = self.access and self.access.token_for(method)
+        return [("authorization", f"Bearer {token}")] if token else []
 
     def close(self):
         self.channel.close()
@@ -110,13 +119,13 @@ class Client:
         call = self.channel.unary_unary(f"/baton.v1.{service}/{method}",
                                         request_serializer=lambda m: m.SerializeToString(),
                                         response_deserializer=cls(response).FromString)
-        return call(message, timeout=timeout)
+        return call(message, timeout=timeout, metadata=self.metadata(method))
 
     def stream(self, message, timeout=60):
         call = self.channel.unary_stream("/baton.v1.Baton/Generate",
                                          request_serializer=lambda m: m.SerializeToString(),
                                          response_deserializer=GenerateResponse.FromString)
-        return call(message, timeout=timeout)
+        return call(message, timeout=timeout, metadata=self.metadata("Generate"))
 
     def generate(self, *args, timeout=60, **kw):
         answer = Answer()

@@ -252,14 +252,21 @@ static void test_injected_environment(void **state)
 
 static void test_secret(void **state)
 {
-    char *path = strdup(make_file("s3cret pass\n")), arg[128], log[8192] = {0};
+    char *path = strdup(make_file("s3cret pass\n")), arg[128], log[8192] = {0}, *long_path;
     struct bt_conf *conf;
     struct bt_err err;
     int fds[2], saved;
 
-    refused("redis.password = 12345678901234567890123456789012345678901234567890123456789012345\n",
-            NULL, NULL, "redis.password = ********:");
-    refused("redis.password = a\nredis.password_file = /b\n", NULL, NULL, "given twice");
+    refused("redis.password = canary\n", NULL, NULL, "redis.password_file, a path");
+    refused(NULL, "BATON_REDIS_PASSWORD=canary", NULL, "redis.password_file, a path");
+    refused(NULL, NULL, "--redis.password=canary", "redis.password_file, a path");
+    refused("redis.password =\nredis.password_file = /b\n", NULL, NULL, "given twice");
+    long_path =
+        strdup(make_file("12345678901234567890123456789012345678901234567890123456789012345\n"));
+    snprintf(arg, sizeof(arg), "--redis.password_file=%s", long_path);
+    refused(NULL, NULL, arg, "redis.password = ********:");
+    unlink(long_path);
+    free(long_path);
     refused(NULL, "BATON_REDIS_PASSWORD_FILE=/nonexistent/x", NULL, "secret file /nonexistent/x");
     snprintf(arg, sizeof(arg), "--redis.password-file=%s", path);
     assert_int_equal(load(NULL, NULL, arg, &err, &conf), BT_OK);

@@ -27,6 +27,7 @@ struct conf {
 
 static const struct bt_conf_opt opts[] = {
     BT_NODE_CONF_ROWS(struct conf, node),
+    BT_SEC_CONF_ROWS(struct conf, node.sec),
     BT_CONF_ADDR_REQUIRED(struct conf, listen, "listen", "127.0.0.1:0", "Where it listens."),
 };
 
@@ -57,7 +58,7 @@ static int node_main(char **argv, const char *mode)
     if (pipe(stop_pipe) != 0 || !bt_node_create(&args, &node, &code)) {
         return code;
     }
-    rc = bt_node_check_listen(&conf.node, "listen", conf.listen, &err);
+    rc = bt_node_check_listen(&conf.node, BT_SEC_GRPC, "listen", conf.listen, &err);
     if (rc < 0) {
         bt_node_destroy(node);
         return bt_node_fail(BT_EXIT_CONFIG, rc, &err);
