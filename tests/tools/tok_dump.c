@@ -1,16 +1,18 @@
 /* Encodes or decodes for comparison with other tokenizers.
  *
- * usage: tok_dump MODEL encode|special|decode|chat [PRE [TEMPLATE]]
+ * usage: tok_dump MODEL encode|time|special|decode|chat [PRE [TEMPLATE]]
  * MODEL is a GGUF file, a model directory, or a tokenizer.json; PRE overrides the pre-tokenizer
  * name unless it is "", TEMPLATE is a file that overrides the chat template. Standard input holds
  * records of a little-endian 32-bit length and so many bytes (encode, special) or ids (decode);
  * each gives one record of the other kind. A record of length 0xffffffff says that the input was
- * refused. A record for chat is a sequence of role, NUL, content, NUL. */
+ * refused. With time 64 bits of processor time in ns go before each record. A record for chat is a
+ * sequence of role, NUL, content, NUL. */
 #include "common/text/chat.h"
 #include "common/text/detok.h"
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <time.h>
 
 static int read_file(const char *path, struct bt_buf *out)
 {
@@ -40,11 +42,21 @@ static void write_record(uint32_t count, const void *p, size_t n)
     }
 }
 
-static void encode_loop(const struct bt_tokenizer *tok, unsigned flags)
+static uint64_t cpu_ns(void)
+{
+    struct timespec t;
+
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static void encode_loop(const struct bt_tokenizer *tok, unsigned flags, bool timed)
 {
     struct bt_buf text = {0};
     struct bt_ids ids = {0};
+    uint64_t ns;
     uint32_t n;
+    int rc;
 
     while (read_all(&n, sizeof(n))) {
         text.n = 0;
@@ -52,10 +64,19 @@ static void encode_loop(const struct bt_tokenizer *tok, unsigned flags)
         if (bt_buf_reserve(&text, n) < 0 || !read_all(text.p, n)) {
             exit(1);
         }
-        if (bt_tokenizer_encode(tok, (struct bt_str){text.p, n}, flags, &ids, NULL) < 0) {
+        ns = cpu_ns();
+        rc = bt_tokenizer_encode(tok, (struct bt_str){text.p, n}, flags, &ids, NULL);
+        ns = cpu_ns() - ns;
+        if (timed && fwrite(&ns, sizeof(ns), 1, stdout) != 1) {
+            exit(1);
+        }
+        if (rc < 0) {
             write_record(UINT32_MAX, NULL, 0);
         } else {
             write_record((uint32_t)ids.n, ids.p, ids.n * sizeof(*ids.p));
+        }
+        if (timed && fflush(stdout) != 0) { /* one at a time: the other side waits */
+            exit(1);
         }
     }
     bt_buf_fini(&text);
@@ -146,7 +167,8 @@ static void run(const struct bt_tok_source *src, const char *what, int32_t eos)
     } else if (strcmp(what, "chat") == 0) {
         chat_loop(tok, src->chat_template, eos);
     } else {
-        encode_loop(tok, strcmp(what, "special") == 0 ? BT_TOK_SPECIAL : 0);
+        encode_loop(tok, strcmp(what, "special") == 0 ? BT_TOK_SPECIAL : 0,
+                    strcmp(what, "time") == 0);
     }
     bt_tokenizer_destroy(tok);
 }
