@@ -109,7 +109,7 @@ static bool is_too_large(struct rt_request *req)
         const struct rt_node *n = BT_LIST_ENTRY(it, struct rt_node, link);
         uint64_t tokens = (uint64_t)n->pages_total * n->page_tokens;
 
-        if (n->state == RT_NODE_READY) {
+        if (n->state == RT_NODE_READY && n->role != RT_ROLE_STORE) {
             most = BT_MAX(most, tokens ? tokens : UINT64_MAX);
         }
     }

@@ -197,7 +197,7 @@ static void
 note_estimate(struct rt_request *req, const struct rt_estimate *est, const struct rt_node_view *v)
 {
     req->expected_tokens = est->cached_blocks * v->block_tokens;
-    for (int t = 0; t < RT_INDEX_TIERS; t++) {
+    for (int t = 0; t < RT_TIERS; t++) {
         req->expected_tier_tokens[t] = est->tier_blocks[t] * v->block_tokens;
     }
 }

@@ -133,7 +133,8 @@ void rt_cache_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
         n->busy_us = 0;
         n->feed_incarnation = n->incarnation;
         n->ident = ident;
-        if (ident >= 0 && rt_feed_open(&n->feed, n->router->cache.index) < 0) {
+        if ((ident >= 0 || n->role == RT_ROLE_STORE) &&
+            rt_feed_open(&n->feed, n->router->cache.index) < 0) {
             BT_WARN("cache", "node=%s msg=\"the index has no view left: its prefixes are unknown\"",
                     n->name);
         }
@@ -188,6 +189,7 @@ void rt_cache_snapshot(struct rt_node *n, const Baton__V1__CacheSnapshot *m)
     send_ask(n, rt_feed_snapshot(&n->feed, m, now, &old));
     if (old != RT_VIEW_NONE) {
         move_guesses(n, old);
+        rt_cache_share(n);
     }
     sweep(n->router);
 }
@@ -210,6 +212,18 @@ static void learn(struct rt_node *n, const Baton__V1__NodeLoad *l, uint64_t now)
     n->busy_us = l->busy_us;
 }
 
+/* What lies outside the pool of a node of the KV store, or in a daemon, can be had by all its
+ * nodes. What is lost cannot. */
+void rt_cache_share(struct rt_node *n)
+{
+    bool shared = n->role == RT_ROLE_STORE || n->block_s[RT_TIERS - 1] > 0;
+
+    if (n->feed.index && n->feed.view != RT_VIEW_NONE) {
+        rt_index_share(n->router->cache.index, n->feed.view,
+                       shared && n->state != RT_NODE_LOST && n->state != RT_NODE_CONNECTING);
+    }
+}
+
 void rt_cache_load(struct rt_node *n, const Baton__V1__NodeLoad *l)
 {
     uint64_t now = bt_loop_now(n->router->loop);
@@ -221,10 +235,11 @@ void rt_cache_load(struct rt_node *n, const Baton__V1__NodeLoad *l)
     n->pages_unused = l->pages_unused;
     n->oldest_s = l->oldest_ms / 1e3;
     for (size_t i = 0; i < l->n_tiers; i++) {
-        if ((unsigned)l->tiers[i]->tier < RT_INDEX_TIERS) {
+        if ((unsigned)l->tiers[i]->tier < RT_TIERS) {
             n->block_s[l->tiers[i]->tier] = l->tiers[i]->block_us / 1e6;
         }
     }
+    rt_cache_share(n);
     learn(n, l, now);
     send_ask(n, rt_feed_load(&n->feed, l, now));
     rt_admit_soon(n->router);
@@ -251,6 +266,11 @@ look(struct rt_request *req, int ident, struct rt_node_view *views, struct rt_no
 
         if (view != RT_VIEW_NONE && r->cache.run_of_view[view]) {
             views[i].run = runs[r->cache.run_of_view[view] - 1];
+        } else if (nodes[i]->ident == ident) {
+            views[i].run.store = rt_index_looked_store(r->cache.index);
+        }
+        if (nodes[i]->ident == ident && nodes[i]->block_s[RT_TIERS - 1] <= 0) {
+            views[i].run.store = 0; /* not part of the KV store */
         }
     }
     for (size_t i = 0; i < n_runs; i++) {
@@ -370,7 +390,8 @@ void rt_cache_finished(struct rt_request *req)
     r->cache.prompt_tokens += req->prompt.n;
     r->cache.cached_tokens += req->cached_tokens;
     r->cache.expected_tokens += req->expected_tokens;
-    for (int t = 0; t < RT_INDEX_TIERS; t++) {
+    for (int t = 0; t < RT_TIERS; t++) {
+        r->cache.tier_cached[t] += req->cached_tier_tokens[t];
         r->cache.tier_tokens[t] += req->expected_tier_tokens[t];
     }
     if (req->path_taken == RT_PATH_DIRECT && req->t_second) {
@@ -391,6 +412,11 @@ void rt_cache_fill_info(const struct rt_router *r, Baton__V1__CacheInfo *m)
     m->expected_pool_tokens = r->cache.tier_tokens[0];
     m->expected_host_tokens = r->cache.tier_tokens[1];
     m->expected_disk_tokens = r->cache.tier_tokens[2];
+    m->expected_store_tokens = r->cache.tier_tokens[3];
+    m->cached_pool_tokens = r->cache.tier_cached[0];
+    m->cached_host_tokens = r->cache.tier_cached[1];
+    m->cached_disk_tokens = r->cache.tier_cached[2];
+    m->cached_store_tokens = r->cache.tier_cached[3];
     m->index_entries = s.entries;
     m->index_guesses = s.guesses;
     m->index_bytes = s.bytes;

@@ -25,31 +25,41 @@ compute_s(const struct rt_pick_args *a, const struct rt_node_view *v, double n, 
     return rt_speed_prefill(speed_of(v), n, before, chunk, a->now_ns);
 }
 
-/* Blocks of the run in tiers 0..t, the time to bring them; false if a tier's time is not known. */
-static bool bring(const struct rt_node_view *v, int t, double *ret_s)
+/* The run's blocks by tier, if tiers 0..t are used. */
+static void count_tiers(const struct rt_run *r, int t, uint32_t ret[RT_TIERS])
 {
-    const struct rt_run *r = &v->run;
+    bool disk = t >= RT_INDEX_TIERS - 1;
 
-    *ret_s = 0;
-    if (t >= 1 && (t == 1 ? r->slow[1] : r->host_in_disk) > 0) {
-        *ret_s += v->block_s[1] * (t == 1 ? r->slow[1] : r->host_in_disk);
-        if (v->block_s[1] <= 0) {
-            return false;
-        }
-    }
-    if (t == 2 && r->slow[2] > 0) {
-        *ret_s += v->block_s[2] * r->slow[2];
-        return v->block_s[2] > 0;
-    }
-    return true;
+    ret[1] = disk ? r->host_in_disk : t == 1 ? r->slow[1] : 0;
+    ret[2] = disk ? r->slow[2] : 0;
+    ret[3] = t == RT_TIERS - 1 ? r->store : 0;
+    ret[0] = r->upto[BT_MIN(t, RT_INDEX_TIERS - 1)] - ret[1] - ret[2];
 }
 
-static void count_tiers(const struct rt_node_view *v, int t, struct rt_estimate *e)
+/* The first `most` of them, slow ones last; false if the time to bring some is not known. */
+static bool
+take_tiers(const struct rt_node_view *v, int t, uint32_t most, struct rt_estimate *ret_e)
 {
-    e->tier_blocks[2] = t == 2 ? BT_MIN(v->run.slow[2], e->cached_blocks) : 0;
-    e->tier_blocks[1] = t == 2 ? v->run.host_in_disk : t == 1 ? v->run.slow[1] : 0;
-    e->tier_blocks[1] = BT_MIN(e->tier_blocks[1], e->cached_blocks - e->tier_blocks[2]);
-    e->tier_blocks[0] = e->cached_blocks - e->tier_blocks[1] - e->tier_blocks[2];
+    uint32_t n[RT_TIERS], over;
+
+    count_tiers(&v->run, t, n);
+    ret_e->cached_blocks = n[0] + n[1] + n[2] + n[3];
+    over = ret_e->cached_blocks - BT_MIN(ret_e->cached_blocks, most);
+    ret_e->cached_blocks -= over;
+    ret_e->bring_s = 0;
+    for (int i = RT_TIERS - 1; i >= 0; i--) {
+        uint32_t less = BT_MIN(over, n[i]);
+
+        over -= less;
+        ret_e->tier_blocks[i] = n[i] - less;
+        if (i > 0 && n[i] > less) {
+            if (v->block_s[i] <= 0) {
+                return false;
+            }
+            ret_e->bring_s += v->block_s[i] * (n[i] - less);
+        }
+    }
+    return true;
 }
 
 /* Seconds of computing that the new tokens push out, by the chance that they are asked for. */
@@ -75,16 +85,16 @@ struct rt_estimate rt_cost_prompt(const struct rt_pick_args *a, const struct rt_
     /* One token at least is computed. */
     uint32_t most = v->block_tokens ? (uint32_t)((a->n_prompt - 1) / v->block_tokens) : 0;
 
-    for (int t = 0; t < RT_INDEX_TIERS; t++) {
-        struct rt_estimate e = {.cached_blocks = BT_MIN(v->run.upto[t], most)};
-        double cached = (double)e.cached_blocks * v->block_tokens;
+    for (int t = 0; t < RT_TIERS; t++) {
+        struct rt_estimate e = {0};
+        double cached;
 
-        if (t > 0 && (v->run.upto[t] == v->run.upto[t - 1] || !bring(v, t, &e.bring_s))) {
+        if (!take_tiers(v, t, most, &e) || (t > 0 && e.cached_blocks == best.cached_blocks)) {
             continue;
         }
+        cached = (double)e.cached_blocks * v->block_tokens;
         e.compute_s = compute_s(a, v, n - cached, cached);
         if (t == 0 || e.bring_s + e.compute_s < best.bring_s + best.compute_s) {
-            count_tiers(v, t, &e);
             best = e;
         }
     }

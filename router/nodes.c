@@ -42,7 +42,8 @@ static void set_state(struct rt_node *n, enum rt_node_state to, const char *reas
     BT_BUG_ON(!rt_node_state_allowed(from, to));
     n->state = to;
     snprintf(n->reason, sizeof(n->reason), "%s", reason);
-    if (to == RT_NODE_INCOMPATIBLE || (to == RT_NODE_LOST && from == RT_NODE_READY)) {
+    if (to == RT_NODE_INCOMPATIBLE ||
+        (to == RT_NODE_LOST && from == RT_NODE_READY && n->role != RT_ROLE_STORE)) {
         BT_WARN("node", "node=%s address=%s from=%s to=%s msg=\"%s\"", label(n), n->address,
                 rt_node_state_name(from), rt_node_state_name(to), reason);
     } else if (to == RT_NODE_CONNECTING || (to == RT_NODE_LOST && n->n_failures > 0)) {
@@ -52,6 +53,7 @@ static void set_state(struct rt_node *n, enum rt_node_state to, const char *reas
         BT_INFO("node", "node=%s address=%s from=%s to=%s msg=\"%s\"", label(n), n->address,
                 rt_node_state_name(from), rt_node_state_name(to), reason);
     }
+    rt_cache_share(n);
     if (to == RT_NODE_READY || to == RT_NODE_DRAINING) {
         rt_requests_kick(n->router);
     }
@@ -114,6 +116,9 @@ static bool fits_model(struct rt_node *n, const Baton__V1__NodeWelcome *w)
                  w->wire_version, RT_WIRE_VERSION);
         return false;
     }
+    if (n->role == RT_ROLE_STORE) { /* holds blocks of any model; their keys tell */
+        return true;
+    }
     if (w->model_digest.len != 32 || w->kv_format.len != 32 ||
         strlen(w->numerics) >= sizeof(n->compat.numerics) || w->context_tokens == 0) {
         snprintf(n->reason, sizeof(n->reason), "malformed welcome");
@@ -137,7 +142,8 @@ static void tell_misfits(struct rt_node *n)
         struct rt_node *o = BT_LIST_ENTRY(it, struct rt_node, link);
 
         if (o == n || o->state != RT_NODE_READY || n->role == o->role || n->role == RT_ROLE_BOTH ||
-            o->role == RT_ROLE_BOTH || rt_compat_equal(&n->compat, &o->compat, why)) {
+            o->role == RT_ROLE_BOTH || n->role == RT_ROLE_STORE || o->role == RT_ROLE_STORE ||
+            rt_compat_equal(&n->compat, &o->compat, why)) {
             continue;
         }
         snprintf(n->reason, sizeof(n->reason), "not paired with %s: %.100s", o->name, why);
@@ -158,7 +164,8 @@ static bool take_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
     enum bt_role role = bt_role_parse(bt_str_of(w->role));
 
     if (!bt_member_name_ok(bt_str_of(w->name)) || w->incarnation == 0 ||
-        (role != BT_ROLE_PREFILL && role != BT_ROLE_DECODE && role != BT_ROLE_BOTH) ||
+        (role != BT_ROLE_PREFILL && role != BT_ROLE_DECODE && role != BT_ROLE_BOTH &&
+         role != BT_ROLE_KVSTORE) ||
         strlen(w->net_address) >= sizeof(n->net_address) ||
         strlen(w->version) >= sizeof(n->version)) {
         return false;
@@ -169,7 +176,8 @@ static bool take_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
     n->incarnation = w->incarnation;
     n->role = role == BT_ROLE_PREFILL  ? RT_ROLE_PREFILL
               : role == BT_ROLE_DECODE ? RT_ROLE_DECODE
-                                       : RT_ROLE_BOTH;
+              : role == BT_ROLE_BOTH   ? RT_ROLE_BOTH
+                                       : RT_ROLE_STORE;
     snprintf(n->net_address, sizeof(n->net_address), "%s", w->net_address);
     n->context_tokens = w->context_tokens;
     n->pages_total = w->pages_total;
@@ -221,10 +229,12 @@ static void on_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
         set_state(n, RT_NODE_INCOMPATIBLE, why);
         return;
     }
-    memcpy(n->model_digest, w->model_digest.data, 32);
-    memcpy(n->compat.kv_format, w->kv_format.data, 32);
-    snprintf(n->compat.numerics, sizeof(n->compat.numerics), "%s", w->numerics);
-    n->compat.weight_epoch = w->weight_epoch;
+    if (n->role != RT_ROLE_STORE) {
+        memcpy(n->model_digest, w->model_digest.data, 32);
+        memcpy(n->compat.kv_format, w->kv_format.data, 32);
+        snprintf(n->compat.numerics, sizeof(n->compat.numerics), "%s", w->numerics);
+        n->compat.weight_epoch = w->weight_epoch;
+    }
     if (send_take(n) < 0) {
         lose(n, "cannot send");
         return;
@@ -556,7 +566,7 @@ void rt_nodes_update(struct rt_router *r, const struct bt_members *ms)
         enum bt_role role = ms->m[i].role;
 
         if (ms->m[i].seed || role == BT_ROLE_PREFILL || role == BT_ROLE_DECODE ||
-            role == BT_ROLE_BOTH) {
+            role == BT_ROLE_BOTH || (role == BT_ROLE_KVSTORE && ms->m[i].store_addr[0])) {
             follow(r, &ms->m[i]);
         }
     }
@@ -566,13 +576,14 @@ void rt_nodes_update(struct rt_router *r, const struct bt_members *ms)
 
 void rt_node_info(const struct rt_node *n, Baton__V1__NodeInfo *m, char hex[65])
 {
-    static const char *const roles[] = {"prefill", "decode", "both"};
+    static const char *const roles[] = {"prefill", "decode", "both", "kvstore"};
 
     hex_digest(n->model_digest, 32, hex);
     baton__v1__node_info__init(m);
     m->name = (char *)(uintptr_t)n->name;
     m->incarnation = n->incarnation;
-    m->role = (char *)(uintptr_t)(n->context_tokens ? roles[n->role] : "unknown");
+    m->role = (char *)(uintptr_t)(n->context_tokens || n->role == RT_ROLE_STORE ? roles[n->role]
+                                                                                : "unknown");
     m->address = (char *)(uintptr_t)n->address;
     m->state = (char *)(uintptr_t)rt_node_state_name(n->state);
     m->reason = (char *)(uintptr_t)n->reason;
@@ -596,7 +607,7 @@ uint32_t rt_nodes_context(const struct rt_router *r, uint32_t model_ctx)
     bt_list_for_each (it, &r->nodes) {
         const struct rt_node *n = BT_LIST_ENTRY(it, struct rt_node, link);
 
-        if (n->state == RT_NODE_READY) {
+        if (n->state == RT_NODE_READY && n->role != RT_ROLE_STORE) {
             least = BT_MIN(least, n->context_tokens);
         }
     }

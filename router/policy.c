@@ -41,7 +41,7 @@ static bool can_receive(const struct rt_node_view *v)
 
 static bool can_local(const struct rt_node_view *v)
 {
-    return v->ready && v->role != RT_ROLE_PREFILL;
+    return v->ready && (v->role == RT_ROLE_DECODE || v->role == RT_ROLE_BOTH);
 }
 
 /* Costs that differ by less than this are ties: a share of the cost, and a time. */

@@ -4,7 +4,8 @@
  * Costs are seconds. On a prefill node (or for a prompt that a decode node computes itself)
  *   queue    what it has to compute before: this router's prompts by its own estimate, others' by
  *            the node's count of tokens
- *   bring    the blocks of the best prefix that lie in host memory or on disk, by measured time
+ *   bring    the blocks of the best prefix that lie in host memory, on disk, or behind them in what
+ *            others share (the KV store), by measured time
  *   compute  the rest, by the node's measured speed; how much is brought and how much computed is
  *            chosen so that both together are least
  *   evict    what the new blocks push out of the node's cache: the time to compute that again,
@@ -28,7 +29,8 @@
 #include "router/index/index.h"
 #include "router/speed.h"
 
-enum rt_role { RT_ROLE_PREFILL, RT_ROLE_DECODE, RT_ROLE_BOTH };
+/* STORE: a daemon of the KV store, no target of any leg. */
+enum rt_role { RT_ROLE_PREFILL, RT_ROLE_DECODE, RT_ROLE_BOTH, RT_ROLE_STORE };
 /* STORE: a pair as for DIRECT, with a daemon of the store between them (stores.c). */
 enum rt_path { RT_PATH_AUTO, RT_PATH_DIRECT, RT_PATH_LOCAL, RT_PATH_STORE };
 
@@ -66,7 +68,7 @@ struct rt_node_view {
     double busy;     /* share of the last minutes that it computed */
     double oldest_s; /* since the next victim of the cache was used */
     struct rt_run run;
-    double block_s[RT_INDEX_TIERS]; /* to bring a block of the tier; 0 = not known, not used */
+    double block_s[RT_TIERS]; /* to bring a block of the tier; 0 = not known, not used */
 };
 
 struct rt_pick_args {
@@ -91,7 +93,7 @@ struct rt_pick_args {
 struct rt_estimate {
     double queue_s, bring_s, compute_s, evict_s, share_s;
     uint32_t cached_blocks;
-    uint32_t tier_blocks[RT_INDEX_TIERS]; /* of them, by the fastest tier */
+    uint32_t tier_blocks[RT_TIERS]; /* of them, by the fastest tier */
 };
 
 struct rt_pick {

@@ -351,6 +351,28 @@ static void on_tokens(struct rt_request *req,
     }
 }
 
+/* What the node has not computed. Figures that do not add up are a node's fault and stay bounded.
+ */
+static void take_cached(struct rt_request *req, const Baton__V1__StreamOutput *m)
+{
+    const Baton__V1__LegTimes *times =
+        m->times; /* of the first token; before it all counts as pool */
+    const uint32_t slow[RT_TIERS] = {0, times ? times->host_tokens : 0,
+                                     times ? times->disk_tokens : 0,
+                                     times ? times->store_tokens : 0};
+    uint32_t left = BT_MIN(m->cached_tokens, (uint32_t)req->prompt.n);
+
+    if (!times && left == req->cached_tokens) {
+        return; /* known, with its tiers */
+    }
+    req->cached_tokens = left;
+    for (int t = RT_TIERS - 1; t > 0; t--) {
+        req->cached_tier_tokens[t] = BT_MIN(slow[t], left);
+        left -= req->cached_tier_tokens[t];
+    }
+    req->cached_tier_tokens[0] = left;
+}
+
 void rt_request_output(struct rt_leg *leg, const Baton__V1__StreamOutput *m, bool last)
 {
     struct rt_request *req = leg->req;
@@ -362,7 +384,7 @@ void rt_request_output(struct rt_leg *leg, const Baton__V1__StreamOutput *m, boo
         forget_leg(req, leg);
     }
     if (m->cached_tokens > 0 && leg->kind != RT_LEG_DECODE) {
-        req->cached_tokens = BT_MIN(m->cached_tokens, (uint32_t)req->prompt.n);
+        take_cached(req, m);
     }
     if (m->error) {
         on_error(req, leg, m->error);

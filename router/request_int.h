@@ -29,11 +29,11 @@ struct rt_request {
     struct rt_answer answer;
     uint64_t claim, deadline_ns;
     char tenant[RT_FAIR_TENANT_MAX];
-    struct rt_fair_item fair; /* until it is done */
-    uint32_t cached_tokens;
+    struct rt_fair_item fair;                             /* until it is done */
+    uint32_t cached_tokens, cached_tier_tokens[RT_TIERS]; /* as the node said */
     struct rt_keys keys[RT_MAX_IDENTS];
-    struct rt_estimate est;                                         /* of this attempt */
-    uint32_t expected_tokens, expected_tier_tokens[RT_INDEX_TIERS]; /* cached ones */
+    struct rt_estimate est;                                   /* of this attempt */
+    uint32_t expected_tokens, expected_tier_tokens[RT_TIERS]; /* cached ones */
 
     struct rt_leg *prefill, *decode; /* of this attempt; decode: also the local leg */
     struct rt_token *early;

@@ -105,7 +105,8 @@ struct rt_router {
         double handoff_s;      /* mean from first to second token over a handoff */
         uint64_t n_handoffs;
         uint64_t prompt_tokens, cached_tokens, expected_tokens; /* of finished requests */
-        uint64_t tier_tokens[RT_INDEX_TIERS];                   /* of the expected ones */
+        uint64_t tier_tokens[RT_TIERS];                         /* of the expected ones */
+        uint64_t tier_cached[RT_TIERS];                         /* of the cached ones */
     } cache;
 
     struct { /* admit.c */
@@ -187,7 +188,7 @@ struct rt_node {
     char version[RT_VERSION_MAX];
     bool tells_starts;
     uint32_t page_tokens, pages_unused;
-    double oldest_s, block_s[RT_INDEX_TIERS];
+    double oldest_s, block_s[RT_TIERS];
     uint64_t busy_us;
 
     struct bt_map legs; /* stream id -> struct rt_leg */
@@ -224,6 +225,8 @@ void rt_cache_fini(struct rt_router *r); /* also what init has left half made */
 /* The node is about to be ready: its life is followed, anew if it is another one. */
 void rt_cache_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w);
 void rt_cache_forget(struct rt_node *n);
+/* Its state has changed: whether others may load what it has. */
+void rt_cache_share(struct rt_node *n);
 void rt_cache_events(struct rt_node *n, const Baton__V1__CacheEvents *m);
 void rt_cache_snapshot(struct rt_node *n, const Baton__V1__CacheSnapshot *m);
 void rt_cache_load(struct rt_node *n, const Baton__V1__NodeLoad *l);
@@ -282,6 +285,8 @@ struct rt_store {
 void rt_stores_update(struct rt_router *r, const struct bt_members *ms);
 void rt_stores_fini(struct rt_router *r);
 size_t rt_stores_n(const struct rt_router *r);
+/* Whether the node of the table is one of them. */
+bool rt_store_has(const struct rt_router *r, const struct rt_node *n);
 /* Fills a message row as rt_node_info does. */
 void rt_store_info(const struct rt_router *r, size_t i, Baton__V1__NodeInfo *m);
 /* The daemon that the request's prompt is to pass through; NULL if there is none that it has not

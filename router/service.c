@@ -291,6 +291,9 @@ static void get_server(struct bt_rpc_call *call, const ProtobufCMessage *msg)
         refuse(call, BT_E_NOMEM, NULL);
     } else {
         bt_list_for_each (it, &r->nodes) {
+            if (rt_store_has(r, BT_LIST_ENTRY(it, struct rt_node, link))) {
+                continue; /* its row comes below */
+            }
             rt_node_info(BT_LIST_ENTRY(it, struct rt_node, link), &rows[n].info, rows[n].hex);
             ptrs[n] = &rows[n].info;
             n++;

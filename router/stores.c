@@ -86,9 +86,23 @@ size_t rt_stores_n(const struct rt_router *r)
     return r->stores ? r->stores->n : 0;
 }
 
+/* The session with it, NULL if there is none. */
+static const struct rt_node *node_of(const struct rt_router *r, const struct rt_store *st)
+{
+    bt_list_for_each (it, &r->nodes) {
+        const struct rt_node *n = BT_LIST_ENTRY(it, const struct rt_node, link);
+
+        if (n->role == RT_ROLE_STORE && strcmp(st->name, n->name) == 0) {
+            return n;
+        }
+    }
+    return NULL;
+}
+
 void rt_store_info(const struct rt_router *r, size_t i, Baton__V1__NodeInfo *m)
 {
     const struct rt_store *st = &r->stores->at[i];
+    const struct rt_node *n = node_of(r, st);
 
     baton__v1__node_info__init(m);
     m->name = (char *)(uintptr_t)st->name;
@@ -97,6 +111,19 @@ void rt_store_info(const struct rt_router *r, size_t i, Baton__V1__NodeInfo *m)
     m->address = (char *)(uintptr_t)st->address;
     m->state = (char *)(uintptr_t) "ready";
     m->cordoned = rt_orders_cordons(r, st->name);
+    if (n) {
+        rt_cache_fill_node(n, m);
+    }
+}
+
+bool rt_store_has(const struct rt_router *r, const struct rt_node *n)
+{
+    for (size_t i = 0; i < rt_stores_n(r); i++) {
+        if (n->role == RT_ROLE_STORE && strcmp(r->stores->at[i].name, n->name) == 0) {
+            return true;
+        }
+    }
+    return false;
 }
 
 const struct rt_store *rt_store_pick(const struct rt_request *req)

@@ -8,6 +8,7 @@
 #include "common/rpc/server.h"
 #include "kernels/serve/serve.h"
 #include "kvstore/store/client.h"
+#include "kvstore/store/follow.h"
 #include "kvstore/store/server.h"
 #include "proto/node.pb-c.h"
 
@@ -63,7 +64,6 @@ struct kn_serve {
 
     struct { /* cache.c */
         struct kv_event_log *log;
-        struct kv_event *batch;
         struct kn_step_sample samples[KN_N_SAMPLES]; /* the last ones, in a ring */
         uint64_t busy_us;
         uint64_t n_samples; /* since the last load that told them */
@@ -81,12 +81,7 @@ struct kn_session {
     uint64_t incarnation;
     uint64_t n_starts;     /* StartRequests that came */
     struct bt_map streams; /* the router's stream id -> struct kn_stream */
-    struct {               /* cache.c */
-        bool follows;
-        uint64_t seq; /* of the last change that was sent */
-        struct kv_event_snapshot snapshot;
-        size_t snapshot_at;
-    } cache;
+    struct kv_follow follow;
     /* Outputs of the step at hand. */
     struct bt_list touched; /* in a list of the step, else empty */
     struct kn_session_output {
@@ -135,9 +130,8 @@ struct kv_event_sink kn_cache_sink(struct kn_serve *s);
 void kn_cache_follow(struct kn_session *ses, const Baton__V1__CacheFollow *m);
 /* Sends what the session has not got yet, as far as its router reads. */
 void kn_cache_pump(struct kn_session *ses);
-void kn_cache_end(struct kn_session *ses);
 struct kn_cache_load {
-    Baton__V1__CacheTierState tiers[KV_EVENT_TIERS], *tier_ptrs[KV_EVENT_TIERS];
+    struct kv_follow_tiers tiers;
     Baton__V1__StepSample samples[KN_N_SAMPLES], *sample_ptrs[KN_N_SAMPLES];
 };
 /* `buf` holds what the message points to. */

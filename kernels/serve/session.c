@@ -67,6 +67,8 @@ static void on_open(struct bt_rpc_call *call)
     }
     ses->serve = s;
     ses->call = call;
+    ses->follow = (struct kv_follow){
+        .log = s->cache.log, .call = call, .most_queued = s->conf->max_queued_bytes / 4};
     bt_list_init(&ses->touched);
     bt_map_init(&ses->streams);
     bt_list_push_back(&s->sessions, &ses->link);
@@ -208,7 +210,7 @@ static void on_closed(struct bt_rpc_call *call, bool cancelled)
     bt_list_remove(&ses->link);
     bt_list_remove(&ses->touched);
     ses->serve->n_sessions--;
-    kn_cache_end(ses);
+    kv_follow_end(&ses->follow);
     free(ses->outputs);
     free(ses);
 }

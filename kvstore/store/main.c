@@ -16,6 +16,7 @@
 #include "kvstore/store/announce.h"
 #include "kvstore/store/relay.h"
 #include "kvstore/store/server.h"
+#include "kvstore/store/tell.h"
 #include "proto/descriptor.h"
 #include "proto/node.pb-c.h"
 
@@ -26,13 +27,14 @@
 #define DRAIN_LOOK_NS (20 * BT_NS_PER_MS)
 #define SHUTDOWN_NS   (1 * BT_NS_PER_S)
 #define FLUSH_NS      (10 * BT_NS_PER_S)
+#define MOST_QUEUED   (4u << 20) /* bytes, for a router that reads slowly */
 
 struct store_conf {
     struct bt_node_conf common;
     struct bt_cluster_conf cluster;
     struct kv_tiers_conf tiers;
     char *name, *listen, *advertise, *net_listen, *net_transports, *net_method, *store_listen;
-    uint64_t relay_bytes, wait_ns, lease_ns, silence_ns, drain_timeout_ns;
+    uint64_t relay_bytes, wait_ns, lease_ns, silence_ns, drain_timeout_ns, heartbeat_ns;
     int64_t relay_layouts, max_open;
 };
 
@@ -124,6 +126,13 @@ static const struct bt_conf_opt opts[] = {
                      3600000,
                      "How long a prompt that has come in waits for its decode node."),
     BT_CONF_DURATION(struct store_conf,
+                     heartbeat_ns,
+                     "heartbeat",
+                     "500ms",
+                     10,
+                     60000,
+                     "How often routers are told at least."),
+    BT_CONF_DURATION(struct store_conf,
                      drain_timeout_ns,
                      "drain_timeout",
                      "30s",
@@ -145,7 +154,8 @@ struct store {
     struct bt_registry *registry;
     struct bt_member self; /* as announced */
     struct kv_relay *relay;
-    struct kv_tiers *tiers; /* NULL = keeps no blocks; so are the next two */
+    struct kv_tiers *tiers; /* NULL = keeps no blocks; so are the next three */
+    struct kv_tell *tell;
     struct kv_server *blocks;
     struct bt_blockmap *blockmap;
     struct bt_msg stop_msg, fenced_msg;
@@ -224,11 +234,28 @@ static void on_status(struct bt_rpc_call *call, const ProtobufCMessage *msg)
         m.store_puts = sv.puts;
         m.store_misses = sv.misses;
         m.blocks_announced = bt_blockmap_stats(s->blockmap).n_held;
+        m.sessions = kv_tell_sessions(s->tell);
     }
     bt_rpc_call_reply(call, &m.base);
 }
 
+static void on_open(struct bt_rpc_call *call)
+{
+    const struct store *s = bt_rpc_call_service_user(call);
+
+    kv_tell_open(call, s->tell);
+}
+
 static const struct bt_rpc_method methods[] = {
+    {.path = "/baton.v1.Node/Session",
+     .request = &baton__v1__router_message__descriptor,
+     .response = &baton__v1__node_message__descriptor,
+     .client_stream = true,
+     .open = on_open,
+     .message = kv_tell_message,
+     .half_close = kv_tell_half_close,
+     .drained = kv_tell_drained,
+     .closed = kv_tell_closed},
     {.path = "/baton.v1.Node/GetStatus",
      .request = &baton__v1__node_status_request__descriptor,
      .access = BT_ACCESS_OPERATOR | BT_ACCESS_CLUSTER,
@@ -275,6 +302,9 @@ static void drain(struct store *s, const char *why)
         BT_WARN("drain", "msg=\"the membership still says ready\"");
     }
     kv_relay_drain(s->relay);
+    if (s->tell) {
+        kv_tell_drain(s->tell);
+    }
     s->drain_until_ns = bt_deadline_ns(s->conf->drain_timeout_ns);
     bt_timer_start(s->loop, &s->drain_look, 0);
 }
@@ -343,6 +373,7 @@ static void on_events(void *arg, const struct kv_tiers_event *ev, size_t n)
 {
     struct store *s = arg;
 
+    kv_tell_events(s->tell, s->tiers, ev, n);
     if (__atomic_load_n(&s->blockmap, __ATOMIC_ACQUIRE)) {
         kv_announce_events(s->blockmap, s->tiers, ev, n);
     } /* else it lists everything when it starts */
@@ -367,13 +398,20 @@ static int open_tiers(struct store *s, struct bt_err *err)
         .takes_puts = true,
         .silence_ns = c->silence_ns,
     };
+    const struct kv_tell_cfg kc = {.loop = s->loop,
+                                   .self = &s->self,
+                                   .heartbeat_ns = c->heartbeat_ns,
+                                   .most_queued = MOST_QUEUED};
     struct bt_blockmap *bm;
     int rc;
 
     if (c->tiers.host_bytes == 0) {
         return BT_OK;
     }
-    rc = kv_tiers_create(&tc, &s->tiers, err);
+    rc = kv_tell_create(&kc, &s->tell, err);
+    if (rc == BT_OK) {
+        rc = kv_tiers_create(&tc, &s->tiers, err);
+    }
     if (rc < 0) {
         return rc;
     }
@@ -494,7 +532,8 @@ static void stop(struct store *s)
     }
     kv_tiers_destroy(s->tiers); /* no event comes after it */
     bt_blockmap_destroy(s->blockmap);
-    bt_loop_destroy(s->loop);
+    bt_loop_destroy(s->loop); /* with what the tiers have told last */
+    kv_tell_destroy(s->tell);
     bt_members_unref(s->members);
     pthread_mutex_destroy(&s->lock);
 }

@@ -7,7 +7,9 @@
 static void count_nodes(const struct rt_router *r, size_t n[RT_NODE_STATE_COUNT])
 {
     bt_list_for_each (it, &r->nodes) {
-        n[BT_LIST_ENTRY(it, struct rt_node, link)->state]++;
+        const struct rt_node *node = BT_LIST_ENTRY(it, struct rt_node, link);
+
+        n[node->state] += node->role != RT_ROLE_STORE;
     }
 }
 
@@ -128,6 +130,38 @@ put_histogram(struct bt_buf *b, const char *name, const char *help, const struct
                                (unsigned long long)n, name, hist->sum, name, (unsigned long long)n);
 }
 
+/* One series a tier. */
+static int
+put_tiers(struct bt_buf *b, const char *name, const char *help, const uint64_t tokens[RT_TIERS])
+{
+    static const char *const tiers[RT_TIERS] = {"engine", "host", "disk", "store"};
+    int rc = put_help(b, name, "counter", help);
+
+    for (int t = 0; rc == BT_OK && t < RT_TIERS; t++) {
+        rc = bt_buf_printf(b, "%s{tier=\"%s\"} %llu\n", name, tiers[t],
+                           (unsigned long long)tokens[t]);
+    }
+    return rc;
+}
+
+/* Of the same requests: prompt tokens, what was expected of them and what nodes did. */
+static int put_hits(const struct rt_router *r, struct bt_buf *b)
+{
+    int rc = put_value(b, "baton_router_cache_prompt_tokens_total", "counter",
+                       "Prompt tokens of answered requests that no node has failed.",
+                       r->cache.prompt_tokens);
+
+    if (rc == BT_OK) {
+        rc = put_tiers(b, "baton_router_cache_expected_tokens_total",
+                       "Of those, expected to be found where the request was sent, by tier.",
+                       r->cache.tier_tokens);
+    }
+    return rc < 0 ? rc
+                  : put_tiers(b, "baton_router_cache_hit_tokens_total",
+                              "Of those, found by the nodes instead of computed, by tier.",
+                              r->cache.tier_cached);
+}
+
 static int put_metrics(const struct rt_router *r, struct bt_buf *b)
 {
     const struct rt_stats *s = &r->stats;
@@ -150,6 +184,10 @@ static int put_metrics(const struct rt_router *r, struct bt_buf *b)
             0 ||
         (rc = put_value(b, "baton_router_retries_total", "counter",
                         "Attempts beyond the first one.", s->retries)) < 0) {
+        return rc;
+    }
+    rc = put_hits(r, b);
+    if (rc < 0) {
         return rc;
     }
     return put_histogram(b, "baton_router_time_to_first_token_seconds",

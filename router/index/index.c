@@ -23,6 +23,7 @@
 
 #define GUESS    (1u << RT_INDEX_TIERS)
 #define ALL_BITS 15u
+#define SERVED   6u      /* host and disk */
 #define MANY     0xfff0u /* e[0] of a slot whose views are in an array */
 
 /* An entry is view << 4 | bits; bits 0 = no entry. */
@@ -52,6 +53,7 @@ enum view_state { VIEW_FREE, VIEW_OPEN, VIEW_CLOSED };
 
 struct view {
     enum view_state state;
+    bool shared;
     uint32_t look;    /* number of the look-up that has touched its run */
     uint32_t run;     /* its place in runs */
     uint64_t n_guess; /* guesses not yet withdrawn, counted */
@@ -67,7 +69,10 @@ struct rt_index {
     struct rt_run *runs;                 /* [RT_VIEWS_MAX] of the last look-up */
     struct bt_map guesses;               /* (key, view) -> count */
     uint32_t look;
-    uint32_t n_open, n_closed;
+    uint32_t n_open, n_closed, n_shared; /* n_shared: of the open ones */
+    uint32_t *holes; /* blocks of the last look-up that no shared view has, ascending */
+    size_t n_holes, cap_holes;
+    uint32_t looked;   /* blocks in which something went on */
     uint32_t sweep_at; /* segment */
     uint64_t n_rounds; /* sweeps over all segments that have begun */
     uint64_t n_entries, set_bytes;
@@ -106,6 +111,7 @@ void rt_index_destroy(struct rt_index *x)
     free(x->sets);
     free(x->views);
     free(x->runs);
+    free(x->holes);
     bt_map_fini(&x->guesses);
     free(x);
 }
@@ -584,8 +590,20 @@ void rt_index_close(struct rt_index *x, uint16_t view)
         BT_BUG_ON(view >= RT_VIEWS_MAX || x->views[view].state != VIEW_OPEN);
         x->views[view].state = VIEW_CLOSED;
         x->views[view].swept = x->n_rounds;
+        x->n_shared -= x->views[view].shared;
         x->n_open--;
         x->n_closed++;
+    }
+}
+
+void rt_index_share(struct rt_index *x, uint16_t view, bool shared)
+{
+    struct view *v = &x->views[view];
+
+    BT_BUG_ON(view >= RT_VIEWS_MAX || v->state != VIEW_OPEN);
+    if (v->shared != shared) {
+        v->shared = shared;
+        x->n_shared += shared ? 1 : (uint32_t)-1;
     }
 }
 
@@ -727,22 +745,66 @@ static void find_all(struct rt_index *x, const uint64_t *fps, size_t n, struct s
     }
 }
 
-/* Block i of the prompt lies in this slot. False: no run goes on. */
-static bool extend_all(struct rt_index *x, struct slot *slot, uint32_t i, size_t *n_runs)
+/* Block i of the prompt lies in this slot. */
+struct met {
+    bool any;    /* a run goes on */
+    bool shared; /* a shared view has it */
+};
+
+static struct met extend_all(struct rt_index *x, struct slot *slot, uint32_t i, size_t *n_runs)
 {
-    bool any = false;
+    struct met met = {false, false};
     uint32_t n;
     uint16_t *e = entries(x, slot, &n);
 
     for (uint32_t k = 0; k < n; k++) {
+        const struct view *v = &x->views[e[k] >> 4];
         struct rt_run *r = e[k] & ALL_BITS ? run_of(x, e[k] >> 4, i, n_runs) : NULL;
 
         if (r) {
             extend(r, i, e[k] & ALL_BITS);
-            any = true;
+            met.any = true;
+        }
+        met.shared |= v->shared && v->state == VIEW_OPEN && (e[k] & SERVED);
+    }
+    return met;
+}
+
+/* ---- what others share ---- */
+
+/* Without memory the look-up ends here for the store: false. */
+static bool note_hole(struct rt_index *x, uint32_t i)
+{
+    if (x->n_holes == x->cap_holes) {
+        size_t cap = BT_MAX(2 * x->cap_holes, (size_t)64);
+        void *p = realloc(x->holes, cap * sizeof(*x->holes));
+
+        if (!p) {
+            return false;
+        }
+        x->holes = p;
+        x->cap_holes = cap;
+    }
+    x->holes[x->n_holes++] = i;
+    return true;
+}
+
+/* Blocks from `from` on that shared views have; blocks from `end` on were not looked at. */
+static uint32_t shared_from(const struct rt_index *x, uint32_t from, uint32_t end)
+{
+    size_t lo = 0, hi = x->n_holes;
+
+    while (lo < hi) {
+        size_t mid = (lo + hi) / 2;
+
+        if (x->holes[mid] < from) {
+            lo = mid + 1;
+        } else {
+            hi = mid;
         }
     }
-    return any;
+    end = lo < x->n_holes ? BT_MIN(end, x->holes[lo]) : end;
+    return end > from ? end - from : 0;
 }
 
 static void begin_look(struct rt_index *x)
@@ -755,6 +817,20 @@ static void begin_look(struct rt_index *x)
     }
 }
 
+/* Block i; false: nothing goes on behind it. */
+static bool look_at(struct rt_index *x, struct slot *slot, uint32_t i, size_t *n_runs)
+{
+    struct met met = {false, false};
+
+    if (slot) {
+        met = extend_all(x, slot, i, n_runs);
+    }
+    if (x->n_shared > 0 && met.any && !met.shared) {
+        return note_hole(x, i);
+    }
+    return met.any || met.shared;
+}
+
 const struct rt_run *
 rt_index_look(struct rt_index *x, const uint64_t *fps, size_t n, size_t *ret_n_runs)
 {
@@ -762,7 +838,9 @@ rt_index_look(struct rt_index *x, const uint64_t *fps, size_t n, size_t *ret_n_r
     bool on = true;
 
     begin_look(x);
+    x->looked = 0;
     *ret_n_runs = 0;
+    x->n_holes = 0;
     for (size_t i = 0; i < BT_MIN(n, (size_t)WINDOW); i++) {
         fetch(x, key_of(fps[i]));
     }
@@ -775,10 +853,19 @@ rt_index_look(struct rt_index *x, const uint64_t *fps, size_t n, size_t *ret_n_r
         }
         find_all(x, fps + from, len, slots);
         for (size_t i = 0; on && i < len; i++) {
-            on = slots[i] && extend_all(x, slots[i], (uint32_t)(from + i), ret_n_runs);
+            on = look_at(x, slots[i], (uint32_t)(from + i), ret_n_runs);
+            x->looked += on;
         }
     }
+    for (size_t i = 0; x->n_shared > 0 && i < *ret_n_runs; i++) {
+        x->runs[i].store = shared_from(x, x->runs[i].upto[2], x->looked);
+    }
     return x->runs;
+}
+
+uint32_t rt_index_looked_store(const struct rt_index *x)
+{
+    return x->n_shared > 0 ? shared_from(x, 0, x->looked) : 0;
 }
 
 struct rt_index_stats rt_index_stats(const struct rt_index *x)

@@ -21,7 +21,8 @@
 
 #include "kvstore/block/events.h"
 
-#define RT_INDEX_TIERS 3 /* pool, host, disk; what lies in the KV store is not a node's */
+#define RT_INDEX_TIERS 3 /* pool, host, disk: where a view's blocks lie */
+#define RT_TIERS       4 /* and what others share, as seen from a view: enum kv_tier */
 #define RT_VIEWS_MAX   4095
 #define RT_VIEW_NONE   UINT16_MAX
 
@@ -36,6 +37,10 @@ int rt_index_open(struct rt_index *x, uint16_t *ret_view) BT_MUST_USE;
 void rt_index_close(struct rt_index *x, uint16_t view);
 /* Sweeps a part of what closed views left: false = nothing is left to sweep. */
 bool rt_index_sweep(struct rt_index *x);
+
+/* Whether what the view has in host memory and on disk can be had by all that are part of the KV
+ * store: a daemon's, or a node's that serves its tiers. Not at first. */
+void rt_index_share(struct rt_index *x, uint16_t view, bool shared);
 
 /* Changes of a view, in order. What changes nothing is fine. BT_E_NOMEM: some are missing, which
  * the digest will tell. */
@@ -56,10 +61,13 @@ struct rt_run {
     uint32_t slow[RT_INDEX_TIERS]; /* blocks of tier t in upto[t] */
     uint32_t host_in_disk;         /* blocks of the host tier in upto[2] */
     uint32_t guessed;              /* in upto[0]: known by a guess alone */
+    uint32_t store;                /* blocks behind upto[2] that shared views have */
 };
 /* Runs of all views that have the first block. Valid until the next call. */
 const struct rt_run *
 rt_index_look(struct rt_index *x, const uint64_t *fps, size_t n, size_t *ret_n_runs);
+/* Of the last look-up: blocks from the first on that shared views have, for views without a run. */
+uint32_t rt_index_looked_store(const struct rt_index *x);
 
 struct rt_index_stats {
     uint64_t blocks, entries; /* closed views' included until swept */

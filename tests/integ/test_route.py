@@ -104,6 +104,58 @@ def test_restart_clears_what_was_known(small):
     assert c.client.server().cache.expected_tokens == before
 
 
+# --- what nodes and daemons have outside their pools ---
+
+TIERS = ("pool", "host", "disk", "store")
+
+
+def figures(client):
+    """What the router expected and what nodes did, by tier."""
+    s = client.server().cache
+    return ([getattr(s, f"expected_{t}_tokens") for t in TIERS], [getattr(s, f"cached_{t}_tokens") for t in TIERS])
+
+
+def did(c, names):
+    """What the nodes say that they found, by tier."""
+    st = [c.status(n) for n in names]
+    return [sum(getattr(s, f"tokens_cached_{t}") for s in st) for t in TIERS]
+
+
+SHARING = ["--store.enabled=on", "--engine.bring=always", "--tier.host_bytes=64M", "--redis.lookup_timeout=1s",
+           f"--engine.block_tokens={BLOCK}"]
+
+
+def test_store_is_a_tier_of_every_node(cluster):
+    """A prompt that lies in a daemon alone: the router expects it of any node, goes by load, and the
+    node finds it there."""
+    c = cluster(prefill=2, decode=1, kvstore=1, model="slow", node_args=SHARING)
+    names, n = ["prefill-0", "prefill-1"], 10 * BLOCK + 5
+    for p in [*names, "decode-0"]:
+        eventually(lambda p=p: c.status(p).store_daemons == 1, 10, f"daemon known to {p}")
+    prompts = [ids(i, n) for i in range(6)]
+    for prompt in prompts:
+        ask(c.client, prompt)
+    eventually(lambda: info(c.client, "store-0").blocks_host >= 6 * 10, 20, "the router follows the daemon")
+    eventually(lambda: c.status("store-0").blocks_announced >= 6 * 10, 10, "nodes can find it")
+    for p in ["prefill-0", "prefill-1", "decode-0"]:  # empty caches, the daemon keeps what it has
+        c.procs[p].stop()
+        c.restart(p)
+    eventually(lambda: {*names, "decode-0"} <= set(c.ready_nodes()), 20, "nodes ready")
+    for p in [*names, "decode-0"]:
+        eventually(lambda p=p: c.status(p).store_daemons == 1, 10, f"daemon known to {p}")
+    eventually(lambda: all(info(c.client, p).blocks_host == info(c.client, p).blocks_pool == 0 for p in names),
+               10, "old blocks forgotten")
+    before = figures(c.client)
+    homes = set()
+    for prompt in prompts:
+        a = ask(c.client, prompt)
+        homes.add(a.timing.prefill_node)
+        assert a.usage.cached_tokens == 10 * BLOCK
+    expected, cached = ([b - a for a, b in zip(x, y)] for x, y in zip(before, figures(c.client)))
+    assert expected == cached == [0, 0, 0, 6 * 10 * BLOCK] == did(c, names)
+    assert homes == set(names)  # nothing binds them to one
+
+
 # --- played nodes ---
 
 class Cache:

@@ -1,5 +1,7 @@
 /* Choice of nodes: paths, load, ties, failed nodes, misfits, and what the error names. */
 #include "router/policy.h"
+
+#include "router/cost.h"
 #include "tests/unit/cmocka.h"
 
 #include <stdlib.h>
@@ -186,6 +188,117 @@ static void test_compat_names_both_values(void **state)
     assert_false(rt_compat_equal(&a, &b, why));
 }
 
+/* ---- tiers: what a prefix costs where it lies ---- */
+
+#define BLOCK 64u
+
+/* A node that computes a thousand tokens a second, with blocks of 64 ms to compute. */
+static struct rt_node_view tiered(struct rt_speed *s)
+{
+    struct rt_node_view v = P(0);
+
+    rt_speed_init(s);
+    for (int i = 0; i < 400; i++) {
+        double n = 100 + i % 5 * 100;
+        struct rt_step step = {.prompt_tokens = n, .prompt_work = n * n / 2, .seconds = n / 1000};
+
+        rt_speed_learn(s, &step, 0);
+    }
+    v.speed = s;
+    v.block_tokens = BLOCK;
+    v.page_tokens = 16;
+    return v;
+}
+
+static struct rt_estimate cost(const struct rt_node_view *v)
+{
+    struct rt_pick_args a = {.nodes = v, .n = 1, .n_prompt = 20 * BLOCK};
+
+    return rt_cost_prompt(&a, v);
+}
+
+static void assert_tiers(const struct rt_estimate *e, const uint32_t want[RT_TIERS])
+{
+    assert_memory_equal(e->tier_blocks, want, RT_TIERS * sizeof(*want));
+    assert_int_equal(e->cached_blocks, want[0] + want[1] + want[2] + want[3]);
+}
+
+/* pool 4, host 3, disk 2, store 5: each tier is used while bringing is cheaper than computing. */
+static void test_tiers_weigh_in_seconds(void **state)
+{
+    struct rt_speed s;
+    struct rt_node_view v = tiered(&s);
+    struct rt_estimate e;
+
+    v.run = (struct rt_run){.upto = {4, 7, 9}, .slow = {0, 3, 2}, .host_in_disk = 3, .store = 5};
+    e = cost(&v); /* times are not known: not used */
+    assert_tiers(&e, (uint32_t[]){4, 0, 0, 0});
+    v.block_s[1] = 0.001;
+    v.block_s[2] = 0.01;
+    v.block_s[3] = 0.02;
+    e = cost(&v);
+    assert_tiers(&e, (uint32_t[]){4, 3, 2, 5});
+    assert_true(e.bring_s > 0.1229 && e.bring_s < 0.1231);
+    v.block_s[3] = 0.2; /* slower than computing */
+    e = cost(&v);
+    assert_tiers(&e, (uint32_t[]){4, 3, 2, 0});
+    v.block_s[2] = 0.2;
+    v.block_s[3] = 0.02; /* the disk lies before it: together cheaper than computing both? no */
+    v.run.store = 1;
+    e = cost(&v);
+    assert_tiers(&e, (uint32_t[]){4, 3, 0, 0});
+    v.run.store = 11; /* now they are */
+    e = cost(&v);
+    assert_tiers(&e, (uint32_t[]){4, 3, 2, 10}); /* one token at least is computed */
+    v.block_s[3] = 0;                            /* Redis is gone */
+    e = cost(&v);
+    assert_tiers(&e, (uint32_t[]){4, 3, 0, 0});
+}
+
+/* A prompt that only the store has costs the same everywhere: load decides. With a copy of its own
+ * an equally busy node is better, a much busier one is not. */
+static void test_what_the_store_has_is_routed_by_load(void **state)
+{
+    struct rt_speed s;
+    struct rt_node_view v[] = {tiered(&s), tiered(&s), tiered(&s), D(0)};
+    struct rt_pick_args a = {
+        .nodes = v, .n = 4, .path = RT_PATH_DIRECT, .n_prompt = 20 * BLOCK, .n_answer = 1};
+    struct rt_pick got;
+
+    for (int i = 0; i < 3; i++) {
+        v[i].run.store = 16;
+        v[i].block_s[1] = 0.001;
+        v[i].block_s[3] = 0.01;
+        v[i].queue_s = i == 1 ? 0 : 0.3;
+    }
+    for (uint64_t t = 0; t < 20; t++) {
+        a.ticket = t * 77777;
+        assert_int_equal(rt_policy_pick(&a, &got, NULL), BT_OK);
+        assert_int_equal(got.prefill, 1);
+        assert_int_equal(got.est.tier_blocks[3], 16);
+    }
+    v[2].run = (struct rt_run){.upto = {0, 16, 16}, .slow = {0, 16, 0}, .host_in_disk = 16};
+    assert_int_equal(rt_policy_pick(&a, &got, NULL), BT_OK);
+    assert_int_equal(got.prefill, 1);
+    v[2].queue_s = 0.1;
+    assert_int_equal(rt_policy_pick(&a, &got, NULL), BT_OK);
+    assert_int_equal(got.prefill, 2);
+    assert_int_equal(got.est.tier_blocks[1], 16);
+}
+
+/* Daemons are no targets. */
+static void test_daemons_get_no_legs(void **state)
+{
+    const struct rt_node_view v[] = {node("s0", RT_ROLE_STORE), D(0)};
+    struct rt_pick got;
+
+    assert_int_equal(pick(v, 2, RT_PATH_AUTO, 1, &got), BT_OK);
+    assert_int_equal(got.path, RT_PATH_LOCAL);
+    assert_int_equal(got.decode, 1);
+    assert_int_equal(pick(v, 1, RT_PATH_AUTO, 1, &got), BT_E_UNAVAILABLE);
+    assert_int_equal(pick(v, 2, RT_PATH_DIRECT, 1, &got), BT_E_UNAVAILABLE);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -198,6 +311,9 @@ int main(void)
         cmocka_unit_test(test_KVX_07_misfits_are_not_paired),
         cmocka_unit_test(test_error_names_what_is_missing),
         cmocka_unit_test(test_compat_names_both_values),
+        cmocka_unit_test(test_tiers_weigh_in_seconds),
+        cmocka_unit_test(test_what_the_store_has_is_routed_by_load),
+        cmocka_unit_test(test_daemons_get_no_legs),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

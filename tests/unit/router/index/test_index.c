@@ -89,6 +89,52 @@ static void test_runs_by_tier(void **state)
     rt_index_destroy(x);
 }
 
+static const struct rt_run *look_for(struct rt_index *x, const uint64_t fps[6], uint16_t view)
+{
+    size_t n;
+    const struct rt_run *runs = rt_index_look(x, fps, 6, &n);
+
+    return run_of(runs, n, view);
+}
+
+/* What others share goes on where a view's own run ends; pools and guesses are nobody else's. */
+static void test_runs_into_the_store(void **state)
+{
+    struct rt_index *x = make();
+    uint16_t a = open_view(x), d = open_view(x), e = open_view(x);
+    const uint64_t fps[] = {11, 12, 13, 14, 15, 16};
+    const struct rt_run *r;
+    size_t n;
+
+    put(x, a, KV_EVENT_STORED, 0, fps[0]);
+    put(x, a, KV_EVENT_STORED, 1, fps[1]);
+    put(x, d, KV_EVENT_STORED, 1, fps[0]); /* not the second */
+    put(x, d, KV_EVENT_STORED, 2, fps[2]);
+    put(x, e, KV_EVENT_STORED, 1, fps[3]);
+    put(x, e, KV_EVENT_STORED, 0, fps[4]);
+    assert_int_equal(rt_index_guess(x, e, fps + 4, 1), BT_OK);
+    r = look_for(x, fps, a);
+    assert_int_equal(r->store, 0); /* nobody shares yet */
+    assert_int_equal(rt_index_looked_store(x), 0);
+    rt_index_share(x, d, true);
+    rt_index_share(x, e, true);
+    r = look_for(x, fps, a);
+    assert_int_equal(r->upto[2], 2);
+    assert_int_equal(r->store, 2); /* the third of d, the fourth of e; not e's pool */
+    assert_int_equal(rt_index_looked_store(x), 1);
+    put(x, d, KV_EVENT_STORED, 1, fps[1]);
+    rt_index_look(x, fps, 6, &n);
+    assert_int_equal(rt_index_looked_store(x), 4);
+    rt_index_share(x, e, false);
+    r = look_for(x, fps, a);
+    assert_int_equal(r->store, 1);
+    rt_index_withdraw(x, e, fps + 4, 1);
+    rt_index_close(x, d); /* with it, what it shared */
+    r = look_for(x, fps, a);
+    assert_int_equal(r->store, 0);
+    rt_index_destroy(x);
+}
+
 static void test_guesses_are_counted(void **state)
 {
     struct rt_index *x = make();
@@ -148,6 +194,7 @@ static void test_closed_views(void **state)
 
 struct model {
     uint8_t bits[N_VIEWS][N_FP];
+    bool shared[N_VIEWS];
     uint16_t view[N_VIEWS];
 };
 
@@ -169,11 +216,28 @@ static void check(struct rt_index *x, const struct model *m, const uint64_t *fps
     }
 }
 
+/* Blocks from `at` on, before `end`, that some shared view has outside its pool. */
+static uint32_t store_from(const struct model *m, int at, int end)
+{
+    uint32_t n = 0;
+    bool any = true;
+
+    for (; any && at < end; at++) {
+        any = false;
+        for (int v = 0; v < N_VIEWS; v++) {
+            any |= m->shared[v] && (m->bits[v][at] & 6);
+        }
+        n += any;
+    }
+    return n;
+}
+
 static void check_look(struct rt_index *x, const struct model *m, const uint64_t *fps, int from)
 {
     size_t n, len = (size_t)BT_MIN(12, N_FP - from);
     const struct rt_run *runs = rt_index_look(x, fps + from, len, &n);
 
+    assert_int_equal(rt_index_looked_store(x), store_from(m, from, from + (int)len));
     for (int v = 0; v < N_VIEWS; v++) {
         const struct rt_run *r = run_of(runs, n, m->view[v]);
         uint32_t upto[RT_INDEX_TIERS] = {0};
@@ -188,6 +252,7 @@ static void check_look(struct rt_index *x, const struct model *m, const uint64_t
         } else {
             assert_non_null(r);
             assert_memory_equal(r->upto, upto, sizeof(upto));
+            assert_int_equal(r->store, store_from(m, from + (int)upto[2], from + (int)len));
         }
     }
 }
@@ -224,6 +289,7 @@ static void test_against_a_model(void **state)
             rt_index_close(x, m->view[v]);
             m->view[v] = open_view(x);
             memset(m->bits[v], 0, N_FP);
+            m->shared[v] = false;
         }
         if (round % 10 == 7) {
             int v = (int)(rnd(&seed) % N_VIEWS);
@@ -232,6 +298,12 @@ static void test_against_a_model(void **state)
             for (int i = 0; i < N_FP; i++) {
                 m->bits[v][i] &= (uint8_t)~2u;
             }
+        }
+        if (round % 3 == 0) { /* at times nobody shares, at times a few do */
+            int v = (int)(rnd(&seed) % N_VIEWS);
+
+            m->shared[v] = round % 60 < 30;
+            rt_index_share(x, m->view[v], m->shared[v]);
         }
         for (int k = 0; k < 100; k++) {
             rt_index_sweep(x);
@@ -277,9 +349,9 @@ static void test_bytes_per_entry(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_runs_by_tier),    cmocka_unit_test(test_guesses_are_counted),
-        cmocka_unit_test(test_closed_views),    cmocka_unit_test(test_against_a_model),
-        cmocka_unit_test(test_bytes_per_entry),
+        cmocka_unit_test(test_runs_into_the_store), cmocka_unit_test(test_runs_by_tier),
+        cmocka_unit_test(test_guesses_are_counted), cmocka_unit_test(test_closed_views),
+        cmocka_unit_test(test_against_a_model),     cmocka_unit_test(test_bytes_per_entry),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
