@@ -103,7 +103,7 @@ void kn_cache_follow(struct kn_session *ses, const Baton__V1__CacheFollow *m)
 /* Rates of tiers that have not loaded anything yet: low ones, so that somebody tries. */
 #define HOST_BYTES_PER_S  (1ull << 30)
 #define DISK_BYTES_PER_S  (200ull << 20)
-#define STORE_BYTES_PER_S (200ull << 20)
+#define STORE_BYTES_PER_S (1ull << 30) /* as the source itself guesses: every node is tried */
 
 static uint32_t block_us(uint64_t bytes, uint64_t measured, uint64_t assumed)
 {

@@ -4,12 +4,13 @@ import random
 import struct
 import sys
 import threading
+import urllib.request
 
 import pytest
 
 from cluster import eventually
 from fakenode import FakeNode
-from wire import DIRECT, LENGTH, ROOT
+from wire import DIRECT, LENGTH, LOCAL, ROOT
 
 sys.path.insert(0, str(ROOT / "tests/tools"))
 import block_keys  # noqa: E402
@@ -129,14 +130,14 @@ def test_store_is_a_tier_of_every_node(cluster):
     """A prompt that lies in a daemon alone: the router expects it of any node, goes by load, and the
     node finds it there."""
     c = cluster(prefill=2, decode=1, kvstore=1, model="slow", node_args=SHARING)
-    names, n = ["prefill-0", "prefill-1"], 10 * BLOCK + 5
+    names, n, N = ["prefill-0", "prefill-1"], 10 * BLOCK + 5, 16
     for p in [*names, "decode-0"]:
         eventually(lambda p=p: c.status(p).store_daemons == 1, 10, f"daemon known to {p}")
-    prompts = [ids(i, n) for i in range(6)]
+    prompts = [ids(i, n) for i in range(N)]
     for prompt in prompts:
         ask(c.client, prompt)
-    eventually(lambda: info(c.client, "store-0").blocks_host >= 6 * 10, 20, "the router follows the daemon")
-    eventually(lambda: c.status("store-0").blocks_announced >= 6 * 10, 10, "nodes can find it")
+    eventually(lambda: info(c.client, "store-0").blocks_host >= N * 10, 20, "the router follows the daemon")
+    eventually(lambda: c.status("store-0").blocks_announced >= N * 10, 10, "nodes can find it")
     for p in ["prefill-0", "prefill-1", "decode-0"]:  # empty caches, the daemon keeps what it has
         c.procs[p].stop()
         c.restart(p)
@@ -146,14 +147,57 @@ def test_store_is_a_tier_of_every_node(cluster):
     eventually(lambda: all(info(c.client, p).blocks_host == info(c.client, p).blocks_pool == 0 for p in names),
                10, "old blocks forgotten")
     before = figures(c.client)
-    homes = set()
-    for prompt in prompts:
-        a = ask(c.client, prompt)
-        homes.add(a.timing.prefill_node)
-        assert a.usage.cached_tokens == 10 * BLOCK
+    counts = burst(c, prompts)
     expected, cached = ([b - a for a, b in zip(x, y)] for x, y in zip(before, figures(c.client)))
-    assert expected == cached == [0, 0, 0, 6 * 10 * BLOCK] == did(c, names)
-    assert homes == set(names)  # nothing binds them to one
+    assert expected == cached == [0, 0, 0, N * 10 * BLOCK] == did(c, names)
+    assert set(counts) == set(names), counts  # nothing binds them to one
+
+
+def test_hits_by_tier_agree_with_the_nodes(cluster, tmp_path):
+    """Prompts that lie in the pool, in host memory, on disk and elsewhere: what /metrics says was
+    expected and found is what the node says it found, tier by tier."""
+    block = 8 * 2 * 8 * 32 * BLOCK * 2  # bytes; layers, K and V, heads, dim, tokens, of the model "slow"
+    c = cluster(prefill=1, decode=1, kvstore=1, model="slow", pool=str(15 * block), node_args=[*SHARING[:2], *SHARING[3:]],
+                prefill_args=[f"--tier.host_bytes={20 * block}", f"--tier.disk_path={tmp_path}",
+                              "--tier.disk_write_rate=0"], decode_args=["--tier.host_bytes=64M"], router_args=["--http.listen=127.0.0.1:0"])
+    for p in ("prefill-0", "decode-0"):
+        eventually(lambda p=p: c.status(p).store_daemons == 1, 10, f"daemon known to {p}")
+
+    def settled_all():
+        """The router's picture of the node and the daemon is whole and at rest."""
+        def look():
+            s, i, d = c.status("prefill-0"), info(c.client, "prefill-0"), info(c.client, "store-0")
+            return (i.blocks_pool * BLOCK // 16 == s.pages_cached and s.tier_pins == 0 and
+                    i.blocks_host * block == s.tier_host_bytes and
+                    i.blocks_disk * block <= s.tier_disk_bytes < (i.blocks_disk + 1) * (block + 8192) and
+                    d.blocks_host >= stored and c.status("store-0").blocks_announced >= stored)
+        eventually(look, 20, "settled")
+
+    stored, prompts = 0, [ids(i, 6 * BLOCK + 5) for i in range(12)]
+    for prompt in prompts:
+        ask(c.client, prompt)
+        stored += 6
+        settled_all()
+    elsewhere = [ids(100 + i, 6 * BLOCK + 5) for i in range(2)]
+    for prompt in elsewhere:  # never seen by the prefill node
+        ask(c.client, prompt, path=LOCAL)
+        stored += 6
+        settled_all()
+    i = info(c.client, "prefill-0")
+    assert i.blocks_pool and i.blocks_host and i.blocks_disk, i
+    before = figures(c.client), did(c, ["prefill-0"])
+    for prompt in [prompts[11], prompts[8], prompts[0], *elsewhere, prompts[1]]:
+        ask(c.client, prompt)
+        settled_all()
+    with urllib.request.urlopen(f"http://{c.procs['router'].ready['http']}/metrics") as r:
+        metrics = dict(line.rsplit(" ", 1) for line in r.read().decode().split("\n") if line and line[0] != "#")
+    found, expected = ([int(metrics[f'baton_router_cache_{what}_tokens_total{{tier="{t}"}}'])
+                        for t in ("engine", "host", "disk", "store")] for what in ("hit", "expected"))
+    assert (expected, found) == figures(c.client)
+    node = [b - a for a, b in zip(before[1], did(c, ["prefill-0"]))]
+    assert [b - a for a, b in zip(before[0][1], found)] == node and all(node), (expected, found, node)
+    assert [b - a for a, b in zip(before[0][0], expected)] == node, (expected, found, node)
+    assert sum(node) == 6 * 6 * BLOCK
 
 
 # --- played nodes ---
