@@ -7,6 +7,9 @@
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
+
+#define BACKGROUND_NICE 10 /* a tenth of the weight of nice 0 */
 
 struct start {
     void *(*fn)(void *);
@@ -48,6 +51,12 @@ int bt_thread_start(
         return BT_FAIL(err, BT_E_SYS, "thread %s: %s", name, strerror(e));
     }
     return BT_OK;
+}
+
+/* On Linux a nice value is a thread's own; it needs no right to raise it. */
+void bt_thread_background(void)
+{
+    nice(BACKGROUND_NICE);
 }
 
 const char *bt_thread_name(void)

@@ -13,6 +13,10 @@ int bt_thread_start(pthread_t *ret_thread,
                     void *(*fn)(void *),
                     void *arg,
                     struct bt_err *err) BT_MUST_USE;
+/* The calling thread does what nobody waits for: from now on it takes little of a processor that
+ * others want (10 is added to its nice value: a tenth of their share), and what is left otherwise.
+ * There is no way back. */
+void bt_thread_background(void);
 /* Name of the calling thread, for logs; borrowed, static per thread. */
 const char *bt_thread_name(void);
 

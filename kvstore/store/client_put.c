@@ -7,6 +7,7 @@
 
 #include "common/base/buf.h"
 #include "common/obs/log.h"
+#include "common/thr/thread.h"
 
 #include <stdlib.h>
 
@@ -522,6 +523,7 @@ void *kv_client_putter(void *arg)
     struct kv_client *c = arg;
     struct stash *s;
 
+    bt_thread_background();
     while ((s = next_stash(c)) != NULL) {
         if (s->slot == UINT32_MAX) {
             s->offer_done(s->offer_arg, BT_E_CANCELLED);

@@ -77,6 +77,7 @@ static void *run(void *arg)
 {
     struct kv_keep *k = arg;
 
+    bt_thread_background();
     pthread_mutex_lock(&k->lock);
     for (;;) {
         struct bt_list *it = bt_list_pop_front(&k->jobs);

@@ -270,6 +270,7 @@ void *kv_sink_run(void *tiers)
 {
     struct kv_tiers *t = tiers;
 
+    bt_thread_background();
     pthread_mutex_lock(&t->lock);
     while (!t->stop) {
         uint64_t now = bt_now_ns(), until = t->retry_ns;
@@ -405,6 +406,7 @@ void *kv_scan_run(void *tiers)
     struct kv_tiers *t = tiers;
     struct kv_disk_scan scan = {.found = scan_found, .stop = scan_stop, .arg = t};
 
+    bt_thread_background();
     kv_disk_scan(t->disk, &scan);
     pthread_mutex_lock(&t->lock);
     t->stats.disk.bad += scan.n_bad;

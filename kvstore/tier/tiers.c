@@ -130,7 +130,7 @@ static int check(const struct kv_tiers_cfg *cfg, struct bt_err *err)
 
 static void init_sync(struct kv_tiers *t)
 {
-    pthread_cond_t *conds[] = {&t->work, &t->changed, &t->sink, &t->told};
+    pthread_cond_t *conds[] = {&t->work, &t->offered, &t->changed, &t->sink, &t->told};
     pthread_condattr_t attr;
 
     pthread_mutex_init(&t->lock, NULL);
@@ -181,6 +181,10 @@ static int start_threads(struct kv_tiers *t, struct bt_err *err)
     while (rc == BT_OK && t->n_workers < want) {
         rc = bt_thread_start(&t->workers[t->n_workers], "tier", kv_worker_run, t, err);
         t->n_workers += rc == BT_OK;
+    }
+    while (rc == BT_OK && t->n_keepers < want && t->shape.n_layers > 0) {
+        rc = bt_thread_start(&t->keepers[t->n_keepers], "tier-keep", kv_keeper_run, t, err);
+        t->n_keepers += rc == BT_OK;
     }
     if (rc == BT_OK && t->disk) {
         rc = bt_thread_start(&t->sinker, "tier-sink", kv_sink_run, t, err);
@@ -248,11 +252,15 @@ static void stop_threads(struct kv_tiers *t)
     pthread_mutex_lock(&t->lock);
     t->stop = true;
     pthread_cond_broadcast(&t->work);
+    pthread_cond_broadcast(&t->offered);
     pthread_cond_broadcast(&t->changed);
     pthread_cond_broadcast(&t->sink);
     pthread_mutex_unlock(&t->lock);
     for (int i = 0; i < t->n_workers; i++) {
         pthread_join(t->workers[i], NULL);
+    }
+    for (int i = 0; i < t->n_keepers; i++) {
+        pthread_join(t->keepers[i], NULL);
     }
     if (t->has_scanner) {
         pthread_join(t->scanner, NULL);
@@ -293,6 +301,7 @@ void kv_tiers_destroy(struct kv_tiers *t)
     }
     kv_disk_close(t->disk);
     pthread_cond_destroy(&t->work);
+    pthread_cond_destroy(&t->offered);
     pthread_cond_destroy(&t->changed);
     pthread_cond_destroy(&t->sink);
     pthread_cond_destroy(&t->told);

@@ -45,7 +45,7 @@ struct kv_tiers_conf {
         BT_CONF_BYTES(S, f.disk_max_rate, "tier.disk_max_rate", "0", 0, INT64_MAX,                 \
                       "Bytes a second loaded from disk at most; 0 for no limit."),                 \
         BT_CONF_INT(S, f.threads, "tier.threads", "2", 1, 64,                                      \
-                    "Threads that copy blocks between the engine's pages and the tiers.")
+                    "Threads that load blocks from the tiers; as many copy blocks to them.")
 
 enum kv_tiers_event_kind {
     KV_TIERS_STORED,  /* the block can be had from `tier` now */

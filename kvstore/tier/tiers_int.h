@@ -110,17 +110,17 @@ struct kv_tiers {
     uint64_t clock, generation;
 
     /* jobs */
-    pthread_cond_t work;    /* queue, stop */
-    pthread_cond_t changed; /* a place is READY or NONE, a job was cancelled, a write ended */
-    struct bt_list jobs, offers;
-    uint32_t n_picked;
-    uint32_t n_offers;    /* queued */
-    uint64_t queued[2];   /* bytes of loads: host, disk */
-    uint64_t offer_bytes; /* queued */
+    pthread_cond_t work;         /* jobs, stop */
+    pthread_cond_t offered;      /* offers, stop */
+    pthread_cond_t changed;      /* a place is READY or NONE, a job was cancelled, a write ended */
+    struct bt_list jobs, offers; /* offers: of full blocks */
+    uint32_t n_offers;           /* queued */
+    uint64_t queued[2];          /* bytes of loads: host, disk */
+    uint64_t offer_bytes;        /* queued */
     struct kv_rate host_rate, disk_rate;
     struct kv_limit host_limit, disk_limit, write_limit;
-    pthread_t workers[64];
-    int n_workers;
+    pthread_t workers[64], keepers[64];
+    int n_workers, n_keepers;
     bool stop;
 
     /* sink.c */
@@ -197,6 +197,7 @@ void kv_job_help(struct kv_tiers *t, struct kv_job *job);
 
 extern const struct kv_source_ops kv_tiers_source_ops;
 void *kv_worker_run(void *tiers);
+void *kv_keeper_run(void *tiers);
 /* A load is no longer queued or running: counters, and its job is not the load's any more. Lock
  * held. */
 void kv_load_forget(struct kv_tiers *t, struct kv_job *job);

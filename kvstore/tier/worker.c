@@ -1,7 +1,9 @@
 /* The workers and what the engine calls: find, load, offer.
  *
- * Two queues: loads and brings, somebody waits for them, and offers. Every fourth pick is an offer
- * if there is one, because pages wait for them. */
+ * Two queues with threads of their own. Loads and brings: somebody waits for them, and for the tail
+ * of a request that gave way, which goes on when its bytes were copied. Offers of full blocks: they
+ * come in crowds at the end of each prompt, just when its next token is computed, and have time; in
+ * the background. */
 #include "kvstore/tier/tiers_int.h"
 
 #include "common/base/buf.h"
@@ -46,16 +48,23 @@ bool kv_limit_wait(struct kv_tiers *t, struct kv_limit *l, uint64_t bytes, atomi
 
 void kv_job_push(struct kv_tiers *t, struct kv_job *job)
 {
-    bt_list_push_back(job->kind == KV_JOB_OFFER ? &t->offers : &t->jobs, &job->link);
-    pthread_cond_signal(&t->work);
+    if (job->kind == KV_JOB_OFFER && job->offer.n_tokens == t->shape.block_tokens) {
+        bt_list_push_back(&t->offers, &job->link);
+        pthread_cond_signal(&t->offered);
+    } else {
+        bt_list_push_back(&t->jobs, &job->link);
+        pthread_cond_signal(&t->work);
+    }
 }
 
-static struct kv_job *pick(struct kv_tiers *t)
+/* The first of a queue; NULL: stop. Lock held, given up meanwhile. */
+static struct kv_job *take(struct kv_tiers *t, struct bt_list *queue, pthread_cond_t *cond)
 {
-    bool offer = bt_list_empty(&t->jobs) || (!bt_list_empty(&t->offers) && t->n_picked % 4 == 3);
-    struct bt_list *l = bt_list_pop_front(offer ? &t->offers : &t->jobs);
+    struct bt_list *l;
 
-    t->n_picked++;
+    while (!(l = bt_list_pop_front(queue)) && !t->stop) {
+        pthread_cond_wait(cond, &t->lock);
+    }
     return l ? BT_LIST_ENTRY(l, struct kv_job, link) : NULL;
 }
 
@@ -101,15 +110,7 @@ void *kv_worker_run(void *tiers)
     struct kv_job *job;
 
     pthread_mutex_lock(&t->lock);
-    for (;;) {
-        job = pick(t);
-        if (!job) {
-            if (t->stop) {
-                break;
-            }
-            pthread_cond_wait(&t->work, &t->lock);
-            continue;
-        }
+    while ((job = take(t, &t->jobs, &t->work)) != NULL) {
         job->started = true;
         if (job->kind == KV_JOB_HELP) {
             kv_job_help_begin(job);
@@ -135,6 +136,22 @@ void *kv_worker_run(void *tiers)
     return NULL;
 }
 
+void *kv_keeper_run(void *tiers)
+{
+    struct kv_tiers *t = tiers;
+    struct kv_job *job;
+
+    bt_thread_background();
+    pthread_mutex_lock(&t->lock);
+    while ((job = take(t, &t->offers, &t->offered)) != NULL) {
+        pthread_mutex_unlock(&t->lock);
+        run_offer(t, job);
+        pthread_mutex_lock(&t->lock);
+    }
+    pthread_mutex_unlock(&t->lock);
+    return NULL;
+}
+
 /* ---- find ---- */
 
 /* What was found and what it would take; lock held. */
@@ -154,8 +171,7 @@ static void estimate(struct kv_tiers *t, struct kv_find *f, const struct kv_foun
     f->bytes = found->n * size;
     host = f->n_tier[KV_TIER_HOST] * size;
     disk = f->n_tier[KV_TIER_DISK] * size;
-    queue = kv_rate_ns(&t->host_rate, t->queued[0]) + kv_rate_ns(&t->disk_rate, t->queued[1]) +
-            kv_rate_ns(&t->host_rate, t->offer_bytes / 4);
+    queue = kv_rate_ns(&t->host_rate, t->queued[0]) + kv_rate_ns(&t->disk_rate, t->queued[1]);
     f->load_ns = queue + kv_rate_ns(&t->host_rate, host) + kv_rate_ns(&t->disk_rate, disk);
     f->fast_ns = queue + kv_rate_ns(&t->host_rate, f->n_fast * size);
 }
