@@ -479,6 +479,7 @@ struct kv_handoff_stats kv_handoff_stats(const struct kv_handoff *h)
     pthread_mutex_unlock(&w->lock);
     s.aborting = __atomic_load_n(&h->n_aborting, __ATOMIC_RELAXED);
     s.peers = __atomic_load_n(&h->n_peers, __ATOMIC_RELAXED);
+    s.tickets = __atomic_load_n(&h->n_tickets, __ATOMIC_RELAXED);
     s.connections = __atomic_load_n(&h->connections, __ATOMIC_RELAXED);
     s.bytes = __atomic_load_n(&h->bytes, __ATOMIC_RELAXED);
     s.checksum_errors = __atomic_load_n(&h->checksum_errors, __ATOMIC_RELAXED);

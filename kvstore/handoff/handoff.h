@@ -51,6 +51,7 @@ struct kv_handoff_stats {
     uint32_t sends, recvs; /* open now */
     uint32_t aborting;     /* waiting for proof */
     uint32_t peers;
+    uint32_t tickets;     /* that wait for a send */
     uint64_t connections; /* greeted, since start */
     uint64_t bytes;       /* received and checked, since start */
     uint64_t checksum_errors, stale;

@@ -243,7 +243,8 @@ struct kv_handoff {
     bool ready, stopping;
     struct bt_list peers, tickets, confirms, ready_list, ended;
     struct kv_tomb tombs[KV_TOMBS]; /* a ring */
-    uint32_t n_tickets, next_ticket, next_tomb;
+    uint32_t n_tickets;             /* atomic: also read by stats */
+    uint32_t next_ticket, next_tomb;
     struct bt_net_timer pump_timer, end_timer, ticket_timer, confirm_timer;
     struct bt_msg start_msg, stop_msg;
 };

@@ -82,7 +82,7 @@ static void say_no(struct kv_peer *p, const struct kv_ticket *t, int rc, const c
 static void drop_ticket(struct kv_handoff *h, struct kv_ticket *t)
 {
     bt_list_remove(&t->link);
-    h->n_tickets--;
+    __atomic_sub_fetch(&h->n_tickets, 1, __ATOMIC_RELAXED);
 }
 
 static void refuse_ended(struct kv_ticket *t, int rc)
@@ -555,7 +555,7 @@ static void on_ticket(struct kv_peer *p, const struct wire_handoff *m, struct bt
         bt_net_timer_start(h->net, &h->ticket_timer, t->deadline_ns);
     }
     bt_list_push_back(&h->tickets, &t->link);
-    h->n_tickets++;
+    __atomic_add_fetch(&h->n_tickets, 1, __ATOMIC_RELAXED);
     if (!s && t->relayed) {
         ask_relay(t, m, data);
     }

@@ -389,10 +389,31 @@ static void close_pool(void *arg, struct kv_pool *pool)
     free(g);
 }
 
-static int check_ask(struct kv_relay *r, const struct kv_relay_ask *a, struct bt_err *err)
+/* What nobody can be given, whoever waits. */
+static int check_size(const struct kv_relay_ask *a, struct bt_err *err)
 {
     const struct kv_layout *l = kv_pool_layout(kv_format_pool(a->fmt));
-    uint32_t n_pages, n;
+    uint32_t n_pages;
+
+    if (strlen(a->origin.name) > NAME_MAX_BYTES || strlen(a->origin.address) > ADDR_MAX_BYTES) {
+        return BT_FAIL(err, BT_E_INVALID, "name or address of the origin is too long");
+    }
+    if (a->n_have % (uint32_t)l->page_tokens != 0 || a->n_have > a->n_tokens ||
+        a->n_tokens > PROMPT_MAX_TOKENS) {
+        return BT_FAIL(err, BT_E_INVALID, "%u of %u tokens: too many, or no whole pages", a->n_have,
+                       a->n_tokens);
+    }
+    n_pages = kv_layout_pages_for(l, a->n_tokens) - a->n_have / (uint32_t)l->page_tokens;
+    if (n_pages > l->n_pages) {
+        return BT_FAIL(err, BT_E_EXHAUSTED, "the prompt takes %u pages, the relay has %u", n_pages,
+                       l->n_pages);
+    }
+    return BT_OK;
+}
+
+static int check_ask(struct kv_relay *r, const struct kv_relay_ask *a, struct bt_err *err)
+{
+    uint32_t n;
 
     if (!__atomic_load_n(&r->net, __ATOMIC_ACQUIRE)) {
         return BT_FAIL(err, BT_E_UNAVAILABLE, "store %s is starting", r->cfg.node_name);
@@ -406,19 +427,7 @@ static int check_ask(struct kv_relay *r, const struct kv_relay_ask *a, struct bt
     if (n >= r->cfg.max_open) {
         return BT_FAIL(err, BT_E_EXHAUSTED, "%u prompts are on their way, the limit", n);
     }
-    if (strlen(a->origin.name) > NAME_MAX_BYTES || strlen(a->origin.address) > ADDR_MAX_BYTES) {
-        return BT_FAIL(err, BT_E_INVALID, "name or address of the origin is too long");
-    }
-    if (a->n_have % (uint32_t)l->page_tokens != 0 || a->n_tokens > PROMPT_MAX_TOKENS) {
-        return BT_FAIL(err, BT_E_INVALID, "%u of %u tokens: too many, or no whole pages", a->n_have,
-                       a->n_tokens);
-    }
-    n_pages = kv_layout_pages_for(l, a->n_tokens) - a->n_have / (uint32_t)l->page_tokens;
-    if (n_pages > l->n_pages) {
-        return BT_FAIL(err, BT_E_EXHAUSTED, "the prompt takes %u pages, the relay has %u", n_pages,
-                       l->n_pages);
-    }
-    return BT_OK;
+    return check_size(a, err);
 }
 
 static struct passing *
@@ -456,6 +465,33 @@ passing_new(struct kv_relay *r, struct ground *g, const struct kv_relay_ask *a)
         return NULL;
     }
     return p;
+}
+
+/* Another node asks for a prompt that waits, and may have less of it than who asked before. */
+static int widen(struct passing *p, const struct kv_relay_ask *a, struct bt_err *err)
+{
+    const struct kv_layout *l = kv_pool_layout(p->ground->pool);
+    uint32_t *pages, n_pages;
+    int rc;
+
+    /* Another layout or length: its ticket is refused once the prompt moves. */
+    if (a->n_have >= p->n_have || a->fmt != p->fmt || a->n_tokens != p->n_tokens) {
+        return BT_OK;
+    }
+    rc = check_size(a, err);
+    if (rc != BT_OK) {
+        return rc;
+    }
+    n_pages = kv_layout_pages_for(l, a->n_tokens) - a->n_have / (uint32_t)l->page_tokens;
+    pages = bt_calloc(n_pages + 1, sizeof(*pages));
+    if (!pages) {
+        return BT_FAIL(err, BT_E_NOMEM, "relay: out of memory");
+    }
+    free(p->pages);
+    p->pages = pages;
+    p->n_pages = n_pages;
+    p->n_have = a->n_have;
+    return BT_OK;
 }
 
 static struct passing *find_in(const struct bt_list *waiting, struct kv_handoff_id id)
@@ -505,16 +541,15 @@ static int asked(void *arg, const struct kv_relay_ask *a, struct bt_err *err)
 {
     struct kv_relay *r = arg;
     struct ground *g = ground_of(r, kv_format_pool(a->fmt));
-    struct passing *p;
+    struct passing *p, *twin;
     int rc;
 
     BT_DEBUG("relay", "req=%016llx asker=%s origin=%s tokens=%u have=%u",
              (unsigned long long)a->id.hi, a->asker, a->origin.name, a->n_tokens, a->n_have);
-    if (find_in(&g->waiting, a->id) || find_in(&r->unknown, a->id)) {
-        return BT_OK; /* as the first asker wanted it; who has less is refused then */
-    }
-    rc = check_ask(r, a, err);
-    if (rc == BT_OK) {
+    twin = find_in(&g->waiting, a->id);
+    twin = twin ? twin : find_in(&r->unknown, a->id);
+    rc = twin ? widen(twin, a, err) : check_ask(r, a, err);
+    if (rc == BT_OK && !twin) {
         p = passing_new(r, g, a);
         rc = p ? enqueue(p, err) : BT_FAIL(err, BT_E_NOMEM, "relay: out of memory");
         if (rc != BT_OK && p) {

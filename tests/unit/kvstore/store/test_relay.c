@@ -386,6 +386,47 @@ static void test_origin_becomes_a_member(void **state)
     close_trio(&t);
 }
 
+/* Two decode nodes ask for a prompt that waits. The second one has less of it, and when the first
+ * one withdraws gets all that it lacks. */
+static void test_second_asker_has_less(void **state)
+{
+    struct node_opts opts = {.name = "d1"};
+    struct bt_err err = {0};
+    struct prompt a, b, c;
+    struct trio t;
+    struct node e;
+
+    open_trio(&t, (struct trio_opts){0});
+    assert_int_equal(node_open(&e, &opts, &err), BT_OK);
+    __atomic_store_n(&t.hidden, 1, __ATOMIC_RELEASE);
+    open_prompts(&t, &a, &b, 320, 256);
+    assert_true(prompt_pages(&c, &e, a.id.lo, 320, KV_OWNER_TRANSFER));
+    c.have = 64;
+    for (int l = 0; l < e.l->n_layers; l++) {
+        fill_tokens(&e, c.pages, c.seed, l, 0, c.have);
+    }
+    assert_int_equal(recv_via(&b, &t), BT_OK);
+    assert_true(EVENTUALLY(kv_relay_stats(t.s).handoff.tickets == 1));
+    assert_int_equal(recv_via(&c, &t), BT_OK);
+    assert_true(EVENTUALLY(kv_relay_stats(t.s).handoff.tickets == 2));
+    assert_int_equal(kv_relay_stats(t.s).n_waiting, 1);
+    kv_recv_abort(b.recv, BT_E_CANCELLED);
+    assert_true(EVENTUALLY(LOAD(b.done) && kv_relay_stats(t.s).handoff.tickets == 1));
+    assert_int_equal(prompt_send(&a), BT_OK);
+    prompt_compute(&a, 0, 320);
+    prompt_finish(&a);
+    __atomic_store_n(&t.hidden, 0, __ATOMIC_RELEASE);
+    kv_relay_members_changed(t.s);
+    assert_true(EVENTUALLY(LOAD(a.done) && LOAD(c.done)));
+    assert_string_equal(c.msg, "");
+    assert_int_equal(a.rc, BT_OK);
+    assert_int_equal(wrong_bytes(&e, c.pages, c.seed, 320), 0);
+    free_prompts(&a, &b);
+    prompt_free(&c, KV_OWNER_TRANSFER);
+    node_close(&e);
+    close_trio(&t);
+}
+
 /* A node that is no relay refuses, and a relay has nothing of its own. */
 static void test_wrong_kinds_of_partners(void **state)
 {
@@ -601,6 +642,7 @@ int main(void)
         cmocka_unit_test(test_p_is_not_there),
         cmocka_unit_test(test_SEC_03_strangers_are_not_called),
         cmocka_unit_test(test_origin_becomes_a_member),
+        cmocka_unit_test(test_second_asker_has_less),
         cmocka_unit_test(test_wrong_kinds_of_partners),
         cmocka_unit_test(test_memory_is_bounded),
         cmocka_unit_test(test_waiting_ends),
