@@ -33,7 +33,7 @@ struct bt_mem_ops {
 
 extern const struct bt_mem_ops bt_mem_host;
 /* Anonymous memory that stays with this process (fd -1). The kernel grants huge pages for it where
- * it does not for a memfd; for what is read from end to end again and again, as weights are. */
+ * it does not for a memfd: for weights, and blocks outside a pool. */
 extern const struct bt_mem_ops bt_mem_private;
 
 #endif

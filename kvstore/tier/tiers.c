@@ -223,7 +223,7 @@ int kv_tiers_create(const struct kv_tiers_cfg *cfg, struct kv_tiers **ret_tiers,
     t->share_bytes = cfg->share_bytes ? cfg->share_bytes : SHARE_BYTES;
     t->events = cfg->events;
     t->arg = cfg->arg;
-    t->mem = cfg->mem ? cfg->mem : &bt_mem_host;
+    t->mem = cfg->mem ? cfg->mem : &bt_mem_private;
     t->region.fd = -1;
     /* Larger than any of an earlier process that wrote less than one a nanosecond. */
     t->generation = (uint64_t)now.tv_sec * BT_NS_PER_S + (uint64_t)now.tv_nsec;

@@ -65,7 +65,7 @@ struct kv_blob;  /* a block of it */
 
 struct kv_tiers_cfg {
     const struct kv_tiers_conf *conf; /* copied */
-    const struct bt_mem_ops *mem;     /* of the host tier's region; NULL = bt_mem_host */
+    const struct bt_mem_ops *mem;     /* of the host tier's region; NULL = bt_mem_private */
     struct kv_blob_shape shape;       /* of the engine's blocks; all 0 = no source (a daemon) */
     int key_bits;                     /* 0 = all; fewer make collisions, for tests */
     uint64_t share_bytes;             /* loads of this size are shared among threads; 0 = 4 MiB */
