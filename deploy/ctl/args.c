@@ -23,15 +23,21 @@ bool ctl_takes(const struct ctl_command *c, const struct ctl_option *o, bool *re
 
 /* --- usage ----------------------------------------------------------------------------------- */
 
-static void show_option(FILE *to, const struct ctl_option *o)
+static const char *default_of(const struct ctl_command *c, const struct ctl_option *o)
 {
+    return c->timeout && strcmp(o->name, "timeout") == 0 ? c->timeout : o->def;
+}
+
+static void show_option(FILE *to, const struct ctl_command *c, const struct ctl_option *o)
+{
+    const char *def = default_of(c, o);
     char left[64];
 
     snprintf(left, sizeof(left), "%s%c%s--%s%s%s", o->letter ? "-" : "",
              o->letter ? o->letter : ' ', o->letter ? ", " : "   ", o->name, o->value ? " " : "",
              o->value ? o->value : "");
     fprintf(to, "  %-25s %s", left, o->help);
-    fprintf(to, o->def ? " (default %s)\n" : "\n", o->def);
+    fprintf(to, def ? " (default %s)\n" : "\n", def);
 }
 
 static void usage_line(FILE *to, const struct ctl_command *c, const char *lead)
@@ -60,7 +66,7 @@ void ctl_usage(FILE *to, const struct ctl_command *c)
                 c->details ? c->details : "");
         for (size_t i = 0; i < ctl_n_options; i++) {
             if (ctl_takes(c, &ctl_options[i], &must)) {
-                show_option(to, &ctl_options[i]);
+                show_option(to, c, &ctl_options[i]);
             }
         }
         return;
@@ -217,8 +223,10 @@ int ctl_read_args(int argc, char **argv, struct ctl_args *ret)
         return bad(NULL, "unknown command %s", argv[1]);
     }
     for (size_t i = 0; i < ctl_n_options; i++) {
-        if (ctl_options[i].def) {
-            rc = set(ret, &ctl_options[i], ctl_options[i].def);
+        const char *def = default_of(c, &ctl_options[i]);
+
+        if (def) {
+            rc = set(ret, &ctl_options[i], def);
             BT_BUG_ON(rc < 0);
         }
     }
@@ -229,6 +237,11 @@ int ctl_read_args(int argc, char **argv, struct ctl_args *ret)
         }
         if (ret->help) {
             return CTL_OK;
+        }
+    }
+    for (size_t i = 0; i < ctl_n_options; i++) {
+        if (strcmp(ctl_options[i].name, "router") == 0) {
+            ret->router_given = given >> i & 1;
         }
     }
     return check_all_there(ret, given);

@@ -35,6 +35,10 @@ struct ctl_args {
     const char *words[CTL_MAX_WORDS]; /* arguments that are no options; their number is checked */
     size_t n_words;
     const char *router, *node, *prompt;
+    bool router_given;
+    const char *supervisor, *kubeconfig, *context, *ns, *workload, *kind; /* where pools are */
+    const char *binary, *image, *version;
+    int64_t percent, replicas; /* percent: -1 = not given */
     bool chat, help, wait, dry_run;
     int64_t max_tokens;
     uint64_t timeout_ns;
@@ -67,6 +71,7 @@ struct ctl_command {
     size_t min_words, max_words;
     const char *options; /* names, a blank between them; "prompt!" must be given */
     const char *summary; /* one line */
+    const char *timeout; /* default of --timeout if it is another one */
     const char *details; /* more lines for `batonctl NAME --help`; NULL = none */
     int (*run)(const struct ctl_args *a);
 };
@@ -102,5 +107,10 @@ int ctl_node(const struct ctl_args *a);
 int ctl_cordon(const struct ctl_args *a);
 int ctl_uncordon(const struct ctl_args *a);
 int ctl_drain(const struct ctl_args *a);
+int ctl_scale(const struct ctl_args *a);
+int ctl_flip(const struct ctl_args *a);
+int ctl_canary(const struct ctl_args *a);
+int ctl_promote(const struct ctl_args *a);
+int ctl_rollback(const struct ctl_args *a);
 
 #endif

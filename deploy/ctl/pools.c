@@ -1,0 +1,119 @@
+/* Which pools are meant, and emptying nodes before they go. */
+#include "deploy/ctl/pools.h"
+
+#include "common/thr/time.h"
+#include "deploy/ctl/cluster.h"
+#include "deploy/ctl/local.h"
+
+#include <stdlib.h>
+#include <unistd.h>
+
+/* Kubernetes if anything of it is named, or if this runs in a pod and no supervisor is meant. */
+static bool is_kube(const struct ctl_args *a)
+{
+    char buf[108];
+
+    if (a->kubeconfig || a->context || a->ns) {
+        return true;
+    }
+    return !a->supervisor && getenv("KUBERNETES_SERVICE_HOST") &&
+           access(ctl_local_path(a, buf), F_OK) != 0;
+}
+
+int ctl_pools_open(const struct ctl_args *a, uint64_t deadline_ns, struct ctl_pools *ret)
+{
+    *ret = (struct ctl_pools){.a = a, .router = a->router};
+    return is_kube(a) ? ctl_pools_open_kube(ret, deadline_ns)
+                      : ctl_pools_open_local(ret, deadline_ns);
+}
+
+void ctl_pools_close(struct ctl_pools *p)
+{
+    if (p->ops) {
+        p->ops->close(p);
+    }
+}
+
+/* --- draining -------------------------------------------------------------------------------- */
+
+void ctl_pools_uncordon(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns)
+{
+    const json_t *v;
+    size_t i;
+
+    json_array_foreach(names, i, v)
+    {
+        Baton__V1__OrderReply reply;
+
+        if (ctl_order_cordon(p->router, json_string_value(v), false, deadline_ns, &reply) !=
+            CTL_OK) {
+            fprintf(stderr, "batonctl: %s is still cordoned\n", json_string_value(v));
+        }
+    }
+}
+
+/* Those of the names that the router knows and that are not cordoned yet, in a new array. */
+static int known(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns, json_t *ret)
+{
+    struct ctl_view view = {0};
+    int code = ctl_look(p->router, deadline_ns, &view);
+    const json_t *v;
+    size_t i;
+
+    json_array_foreach(names, i, v)
+    {
+        if (code == CTL_OK && ctl_view_find(&view, json_string_value(v))) {
+            json_array_append(ret, (json_t *)(uintptr_t)v);
+        }
+    }
+    ctl_view_free(&view);
+    return code;
+}
+
+static int
+cordon_all(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns, uint64_t *ret_settled_ns)
+{
+    const json_t *v;
+    size_t i;
+    int code = CTL_OK;
+
+    json_array_foreach(names, i, v)
+    {
+        Baton__V1__OrderReply reply = BATON__V1__ORDER_REPLY__INIT;
+
+        code = code != CTL_OK
+                   ? code
+                   : ctl_order_cordon(p->router, json_string_value(v), true, deadline_ns, &reply);
+        *ret_settled_ns = bt_now_ns() + reply.settle_ms * BT_NS_PER_MS;
+    }
+    return code;
+}
+
+int ctl_pools_drain(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns)
+{
+    json_t *list = json_array();
+    uint64_t settled = 0;
+    const json_t *v;
+    size_t i;
+    int code = json_array_size(names) == 0 ? CTL_OK : known(p, names, deadline_ns, list);
+
+    if (code == CTL_UNREACHABLE) {
+        fputs("batonctl: the router cannot be asked to drain: nodes finish what they have when "
+              "they are stopped\n",
+              stderr);
+        json_decref(list);
+        return CTL_OK;
+    }
+    code = code != CTL_OK ? code : cordon_all(p, list, deadline_ns, &settled);
+    json_array_foreach(list, i, v)
+    {
+        code = code != CTL_OK
+                   ? code
+                   : ctl_wait_idle(p->router, json_string_value(v), settled, deadline_ns);
+    }
+    if (code != CTL_OK) {
+        ctl_pools_uncordon(p, list, bt_deadline_ns(5 * BT_NS_PER_S));
+    }
+    json_decref(list);
+    return code;
+}

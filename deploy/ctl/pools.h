@@ -1,0 +1,53 @@
+/* Pools of nodes, wherever they run: the supervisor of this host, or Kubernetes. What `scale`,
+ * `flip`, `canary`, `promote` and `rollback` need of either. */
+#ifndef CTL_POOLS_H
+#define CTL_POOLS_H
+
+#include "deploy/ctl/ctl.h"
+
+#include <jansson.h>
+
+#define CTL_MAX_ROLES 16
+
+struct ctl_size {
+    char role[64];
+    int64_t from, to; /* from: -1 = not known */
+};
+
+/* One of the two. All functions block until `deadline_ns` at most, tell failures on stderr, and
+ * return an exit code. */
+struct ctl_pools {
+    const struct ctl_args *a;
+    const struct ctl_pools_ops *ops;
+    void *impl;
+    const char *router; /* to be asked to drain */
+};
+
+struct ctl_pools_ops {
+    const char *name;
+    /* Fills in `from` and the names of the nodes that would go (an array). */
+    int (*plan)(
+        struct ctl_pools *p, struct ctl_size *s, size_t n, json_t *names, uint64_t deadline_ns);
+    int (*scale)(struct ctl_pools *p, const struct ctl_size *s, size_t n, uint64_t deadline_ns);
+    /* Until these nodes are gone; until everything is as ordered. */
+    int (*gone)(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns);
+    int (*settle)(struct ctl_pools *p, const struct ctl_size *s, size_t n, uint64_t deadline_ns);
+    /* The role of a node and where it is in the order of going; see flip.c. */
+    int (*flip)(
+        struct ctl_pools *p, const char *node, const char *to, bool dry, uint64_t deadline_ns);
+    void (*close)(struct ctl_pools *p);
+};
+
+/* The pools that the arguments mean. */
+int ctl_pools_open(const struct ctl_args *a, uint64_t deadline_ns, struct ctl_pools *ret);
+void ctl_pools_close(struct ctl_pools *p);
+int ctl_pools_open_local(struct ctl_pools *p, uint64_t deadline_ns);
+int ctl_pools_open_kube(struct ctl_pools *p, uint64_t deadline_ns);
+
+/* Cordons the nodes (an array of names) that the router knows, and waits until they have nothing to
+ * do. A router that cannot be reached is told on stderr: nodes drain themselves when they are
+ * stopped. On failure the cordons are taken off again. */
+int ctl_pools_drain(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns);
+void ctl_pools_uncordon(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns);
+
+#endif
