@@ -99,9 +99,12 @@ static void fill_start(struct rt_request *req, Baton__V1__StartRequest *m)
 }
 
 /* The decode leg first: it can get its pages while the prompt is computed. */
-static int
-start_pair(struct rt_request *req, struct rt_node *p, struct rt_node *d, Baton__V1__StartRequest *m)
+static int start_pair(struct rt_request *req,
+                      struct rt_target *tp,
+                      struct rt_target *td,
+                      Baton__V1__StartRequest *m)
 {
+    struct rt_node *p = tp->node, *d = td->node;
     Baton__V1__HandoffRef ref = BATON__V1__HANDOFF_REF__INIT;
     struct rt_start start = {.req = req, .msg = m, .est = &req->est};
     int rc;
@@ -120,7 +123,7 @@ start_pair(struct rt_request *req, struct rt_node *p, struct rt_node *d, Baton__
     m->handoff = &ref;
     m->leg = BATON__V1__LEG__LEG_DECODE;
     start.kind = RT_LEG_DECODE;
-    rc = rt_node_start(d, &start, &req->decode);
+    rc = rt_node_start(td, &start, &req->decode);
     if (rc < 0) {
         rt_request_exclude(req, d);
         return rc;
@@ -131,14 +134,14 @@ start_pair(struct rt_request *req, struct rt_node *p, struct rt_node *d, Baton__
     ref.store_name = ref.store_net_address = (char *)(uintptr_t) "";
     m->leg = BATON__V1__LEG__LEG_PREFILL;
     start.kind = RT_LEG_PREFILL;
-    rc = rt_node_start(p, &start, &req->prefill);
+    rc = rt_node_start(tp, &start, &req->prefill);
     if (rc < 0) {
         rt_request_exclude(req, p);
     }
     return rc;
 }
 
-static int start_legs(struct rt_request *req, struct rt_node *p, struct rt_node *d)
+static int start_legs(struct rt_request *req, struct rt_target *p, struct rt_target *d)
 {
     Baton__V1__StartRequest m;
     struct wire_sampling_msg sm;
@@ -157,7 +160,7 @@ static int start_legs(struct rt_request *req, struct rt_node *p, struct rt_node 
         start.kind = RT_LEG_LOCAL;
         rc = rt_node_start(d, &start, &req->decode);
         if (rc < 0) {
-            rt_request_exclude(req, d);
+            rt_request_exclude(req, d->node);
         }
     }
     wire_sampling_msg_fini(&sm);
@@ -169,26 +172,30 @@ static bool is_usable(const struct rt_node *n)
     return n->state == RT_NODE_READY && !n->cordoned;
 }
 
-/* Views of all nodes, in the order of the list, and the nodes themselves beside them. */
-static size_t view_nodes(struct rt_request *req, struct rt_node_view *views, struct rt_node **nodes)
+/* Views of all targets, in the order of the list, and the targets themselves beside them. */
+static size_t
+view_targets(struct rt_request *req, struct rt_node_view *views, struct rt_target **targets)
 {
     size_t n = 0;
 
     bt_list_for_each (it, &req->router->nodes) {
         struct rt_node *node = BT_LIST_ENTRY(it, struct rt_node, link);
+        bool excluded = rt_request_excludes(req, node->name, node->incarnation);
 
-        nodes[n] = node;
-        views[n++] = (struct rt_node_view){
-            .name = node->name,
-            .role = node->role,
-            .ready = is_usable(node),
-            .excluded = rt_request_excludes(req, node->name, node->incarnation),
-            .compat = &node->compat,
-            .pages_free = node->pages_free,
-            .pages_total = node->pages_total,
-        };
+        for (uint32_t i = 0; i < node->n_targets; i++) {
+            targets[n] = &node->targets[i];
+            views[n++] = (struct rt_node_view){
+                .name = node->name,
+                .role = node->role,
+                .ready = is_usable(node),
+                .excluded = excluded,
+                .compat = &node->compat,
+                .pages_free = node->targets[i].pages_free,
+                .pages_total = node->pages_total,
+            };
+        }
     }
-    rt_cache_fill_views(req, views, nodes);
+    rt_cache_fill_views(req, views, targets);
     return n;
 }
 
@@ -202,20 +209,22 @@ note_estimate(struct rt_request *req, const struct rt_estimate *est, const struc
     }
 }
 
-static void launch(struct rt_request *req, const struct rt_pick *pick, struct rt_node **nodes)
+static void launch(struct rt_request *req, const struct rt_pick *pick, struct rt_target **targets)
 {
-    struct rt_node *d = nodes[pick->decode];
-    struct rt_node *p = pick->prefill >= 0 ? nodes[pick->prefill] : NULL;
+    struct rt_target *td = targets[pick->decode];
+    struct rt_target *tp = pick->prefill >= 0 ? targets[pick->prefill] : NULL;
+    struct rt_node *d = td->node, *p = tp ? tp->node : NULL;
     int rc;
 
     if (!req->t_asked) {
         req->t_asked = bt_now_ns();
     }
     BT_DEBUG("route",
-             "req=%s prefill=%s decode=%s queue=%.4f bring=%.4f compute=%.4f evict=%.4f "
+             "req=%s prefill=%s/%u decode=%s/%u queue=%.4f bring=%.4f compute=%.4f evict=%.4f "
              "share=%.4f cached_blocks=%u",
-             req->id, p ? p->name : "", d->name, pick->est.queue_s, pick->est.bring_s,
-             pick->est.compute_s, pick->est.evict_s, pick->est.share_s, pick->est.cached_blocks);
+             req->id, p ? p->name : "", tp ? tp->rank : 0, d->name, td->rank, pick->est.queue_s,
+             pick->est.bring_s, pick->est.compute_s, pick->est.evict_s, pick->est.share_s,
+             pick->est.cached_blocks);
     if (req->retries == 0) {
         rt_orders_count(req->router, d);
         if (p) {
@@ -225,8 +234,10 @@ static void launch(struct rt_request *req, const struct rt_pick *pick, struct rt
     req->path_taken = pick->path;
     snprintf(req->decode_name, sizeof(req->decode_name), "%s", d->name);
     snprintf(req->prefill_name, sizeof(req->prefill_name), "%s", p ? p->name : d->name);
+    req->decode_rank = td->rank;
+    req->prefill_rank = tp ? tp->rank : td->rank;
     rt_request_set_state(req, p ? RT_REQUEST_PREFILL : RT_REQUEST_LOCAL);
-    rc = start_legs(req, p, d);
+    rc = start_legs(req, tp, td);
     if (rc < 0) {
         rt_request_retry(req, rc, "a node did not take the request");
     }
@@ -276,7 +287,7 @@ is_refused(struct rt_request *req, const struct rt_pick *pick, const struct rt_n
 static void begin_attempt(struct rt_request *req,
                           struct rt_pick *pick,
                           const struct rt_store *store,
-                          struct rt_node **nodes)
+                          struct rt_target **targets)
 {
     bt_timer_stop(req->router->loop, &req->timer);
     if (store && pick->prefill >= 0) {
@@ -285,7 +296,7 @@ static void begin_attempt(struct rt_request *req,
     }
     req->est = pick->est;
     req->router->n_picked++;
-    launch(req, pick, nodes);
+    launch(req, pick, targets);
 }
 
 /* Among the nodes that canaries leave for this request. BT_E_UNAVAILABLE: there are no canaries, or
@@ -293,24 +304,24 @@ static void begin_attempt(struct rt_request *req,
 static int pick_held(struct rt_request *req,
                      const struct rt_pick_args *a,
                      struct rt_node_view *views,
-                     struct rt_node **nodes,
+                     struct rt_target **targets,
                      struct rt_pick *ret_pick)
 {
-    if (!rt_orders_hold(req, views, nodes)) {
+    if (!rt_orders_hold(req, views, targets)) {
         return BT_E_UNAVAILABLE;
     }
     if (rt_policy_pick(a, ret_pick, NULL) == BT_OK) {
         return BT_OK;
     }
     for (size_t i = 0; i < a->n; i++) {
-        views[i].ready = is_usable(nodes[i]);
+        views[i].ready = is_usable(targets[i]->node);
     }
     return BT_E_UNAVAILABLE;
 }
 
-/* With room for the views of all nodes. */
+/* With room for the views of all targets. */
 static bool
-dispatch_among(struct rt_request *req, struct rt_node_view *views, struct rt_node **nodes)
+dispatch_among(struct rt_request *req, struct rt_node_view *views, struct rt_target **targets)
 {
     struct rt_router *r = req->router;
     struct rt_pick_args a = {
@@ -326,10 +337,10 @@ dispatch_among(struct rt_request *req, struct rt_node_view *views, struct rt_nod
     struct rt_pick pick;
     struct bt_err err = {0};
 
-    a.n = view_nodes(req, views, nodes);
+    a.n = view_targets(req, views, targets);
     rt_cache_fill_args(req, &a);
     if (take_store(req, &a, &store, &err) == BT_OK &&
-        (pick_held(req, &a, views, nodes, &pick) == BT_OK ||
+        (pick_held(req, &a, views, targets, &pick) == BT_OK ||
          rt_policy_pick(&a, &pick, &err) == BT_OK)) {
         v = &views[pick.prefill >= 0 ? pick.prefill : pick.decode];
         if (is_refused(req, &pick, v)) {
@@ -340,7 +351,7 @@ dispatch_among(struct rt_request *req, struct rt_node_view *views, struct rt_nod
         }
         rt_admit_started(req);
         note_estimate(req, &pick.est, v);
-        begin_attempt(req, &pick, store, nodes);
+        begin_attempt(req, &pick, store, targets);
         return true;
     }
     rt_admit_started(req); /* it waits for nodes, not for its turn */
@@ -354,18 +365,18 @@ dispatch_among(struct rt_request *req, struct rt_node_view *views, struct rt_nod
 
 bool rt_request_dispatch(struct rt_request *req)
 {
-    size_t n = req->router->n_nodes + 1;
+    size_t n = req->router->n_targets + 1;
     struct rt_node_view *views = bt_calloc(n, sizeof(*views));
-    struct rt_node **nodes = bt_calloc(n, sizeof(*nodes));
+    struct rt_target **targets = bt_calloc(n, sizeof(*targets));
     bool started = true;
 
-    if (!views || !nodes) {
+    if (!views || !targets) {
         rt_request_fail(req, BT_E_NOMEM, "no memory");
     } else {
-        started = dispatch_among(req, views, nodes);
+        started = dispatch_among(req, views, targets);
     }
     free(views);
-    free(nodes);
+    free(targets);
     return started;
 }
 

@@ -103,7 +103,7 @@ void rt_cache_free_keys(struct rt_request *req)
 
 /* --- from the nodes -------------------------------------------------------------------------- */
 
-static void send_ask(struct rt_node *n, struct rt_feed_ask ask)
+static void send_ask(const struct rt_target *t, struct rt_feed_ask ask)
 {
     Baton__V1__RouterMessage m = BATON__V1__ROUTER_MESSAGE__INIT;
     Baton__V1__CacheFollow follow = BATON__V1__CACHE_FOLLOW__INIT;
@@ -113,41 +113,65 @@ static void send_ask(struct rt_node *n, struct rt_feed_ask ask)
     }
     follow.after = ask.after;
     follow.snapshot = ask.snapshot;
+    follow.rank = t->rank;
     m.kind_case = BATON__V1__ROUTER_MESSAGE__KIND_FOLLOW;
     m.follow = &follow;
-    rt_node_send(n, &m); /* lost: asked again */
+    rt_node_send(t->node, &m); /* lost: asked again */
+}
+
+/* The one that a message speaks of; NULL: the node has no such rank. */
+static struct rt_target *target_of(const struct rt_node *n, uint32_t rank)
+{
+    return rank < n->n_targets ? &n->targets[rank] : NULL;
+}
+
+void rt_cache_init_target(struct rt_target *t, struct rt_node *n, uint32_t rank)
+{
+    *t = (struct rt_target){.node = n, .rank = rank};
+    rt_feed_init(&t->feed);
+    rt_speed_init(&t->speed);
+    rt_work_init(&t->work);
+}
+
+static void welcome(struct rt_target *t, const Baton__V1__NodeWelcome *w, bool anew)
+{
+    struct rt_node *n = t->node;
+
+    t->n_starts = t->sent_requests = 0;
+    t->tells_starts = false;
+    t->pages_free = t->pages_unused = w->pages_total;
+    if (anew) {
+        rt_cache_forget(t);
+        rt_speed_init(&t->speed);
+        t->busy_us = 0;
+        if ((n->ident >= 0 || n->role == RT_ROLE_STORE) &&
+            rt_feed_open(&t->feed, n->router->cache.index) < 0) {
+            BT_WARN("cache",
+                    "node=%s rank=%u msg=\"the index has no view left: its prefixes are unknown\"",
+                    n->name, t->rank);
+        }
+    }
+    send_ask(t, rt_feed_begin(&t->feed, bt_loop_now(n->router->loop)));
 }
 
 void rt_cache_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
 {
-    uint64_t now = bt_loop_now(n->router->loop);
     int ident = w->block_tokens ? identity_of(n->router, n, w->block_tokens) : -1;
+    bool anew = n->feed_incarnation != n->incarnation || n->ident != ident;
 
-    n->n_starts = n->sent_requests = 0;
-    n->tells_starts = false;
-    n->page_tokens = w->page_tokens;
-    n->pages_unused = w->pages_total;
-    if (n->feed_incarnation != n->incarnation || n->ident != ident) { /* another life */
-        rt_cache_forget(n);
-        rt_speed_init(&n->speed);
-        n->busy_us = 0;
-        n->feed_incarnation = n->incarnation;
-        n->ident = ident;
-        if ((ident >= 0 || n->role == RT_ROLE_STORE) &&
-            rt_feed_open(&n->feed, n->router->cache.index) < 0) {
-            BT_WARN("cache", "node=%s msg=\"the index has no view left: its prefixes are unknown\"",
-                    n->name);
-        }
+    n->feed_incarnation = n->incarnation;
+    n->ident = ident;
+    for (uint32_t i = 0; i < n->n_targets; i++) {
+        welcome(&n->targets[i], w, anew);
     }
-    send_ask(n, rt_feed_begin(&n->feed, now));
 }
 
-void rt_cache_forget(struct rt_node *n)
+void rt_cache_forget(struct rt_target *t)
 {
-    if (n->feed.index) {
-        rt_feed_close(&n->feed);
+    if (t->feed.index) {
+        rt_feed_close(&t->feed);
     }
-    rt_feed_init(&n->feed);
+    rt_feed_init(&t->feed);
 }
 
 /* Once per message while there is something to sweep; a piece takes microseconds. */
@@ -158,21 +182,25 @@ static void sweep(struct rt_router *r)
 
 void rt_cache_events(struct rt_node *n, const Baton__V1__CacheEvents *m)
 {
-    send_ask(n, rt_feed_events(&n->feed, m, bt_loop_now(n->router->loop)));
+    struct rt_target *t = target_of(n, m->rank);
+
+    if (t) {
+        send_ask(t, rt_feed_events(&t->feed, m, bt_loop_now(n->router->loop)));
+    }
     sweep(n->router);
 }
 
-/* The guesses of the node's legs go over to the view that takes the old one's place. */
-static void move_guesses(struct rt_node *n, uint16_t old)
+/* The guesses of the target's legs go over to the view that takes the old one's place. */
+static void move_guesses(struct rt_target *t, uint16_t old)
 {
-    struct rt_index *index = n->router->cache.index;
+    struct rt_index *index = t->node->router->cache.index;
     struct rt_leg *leg;
     size_t pos = 0;
 
-    while ((leg = bt_map_next(&n->legs, &pos, NULL))) {
+    while ((leg = bt_map_next(&t->node->legs, &pos, NULL))) {
         if (leg->guess_view == old) {
             rt_index_withdraw(index, old, leg->fps, leg->n_fps);
-            leg->guess_view = n->feed.view;
+            leg->guess_view = t->feed.view;
             if (rt_index_guess(index, leg->guess_view, leg->fps, leg->n_fps) < 0) {
                 leg->guess_view = RT_VIEW_NONE;
             }
@@ -183,74 +211,90 @@ static void move_guesses(struct rt_node *n, uint16_t old)
 
 void rt_cache_snapshot(struct rt_node *n, const Baton__V1__CacheSnapshot *m)
 {
-    uint64_t now = bt_loop_now(n->router->loop);
-    uint16_t old;
+    struct rt_target *t = target_of(n, m->rank);
+    uint16_t old = RT_VIEW_NONE;
 
-    send_ask(n, rt_feed_snapshot(&n->feed, m, now, &old));
+    if (t) {
+        send_ask(t, rt_feed_snapshot(&t->feed, m, bt_loop_now(n->router->loop), &old));
+    }
     if (old != RT_VIEW_NONE) {
-        move_guesses(n, old);
+        move_guesses(t, old);
         rt_cache_share(n);
     }
     sweep(n->router);
 }
 
-static void learn(struct rt_node *n, const Baton__V1__NodeLoad *l, uint64_t now)
+static void learn(struct rt_target *t, const Baton__V1__NodeLoad *l, uint64_t now)
 {
+    const struct rt_node *n = t->node;
+
     for (size_t i = 0; i < l->n_steps; i++) {
         const Baton__V1__StepSample *s = l->steps[i];
         struct rt_step step = {s->prompt_tokens, (double)s->prompt_work, s->rows,
                                (double)s->row_work, (double)s->us / 1e6};
 
-        rt_speed_learn(&n->speed, &step, now);
+        rt_speed_learn(&t->speed, &step, now);
         if (n->ident >= 0) {
             rt_speed_learn(&n->router->cache.idents[n->ident].speed, &step, now);
         }
     }
-    if (l->busy_us > n->busy_us) {
-        rt_speed_add_busy(&n->speed, (double)(l->busy_us - n->busy_us) / 1e6, now);
+    if (l->busy_us > t->busy_us) {
+        rt_speed_add_busy(&t->speed, (double)(l->busy_us - t->busy_us) / 1e6, now);
     }
-    n->busy_us = l->busy_us;
+    t->busy_us = l->busy_us;
 }
 
 /* What lies outside the pool of a node of the KV store, or in a daemon, can be had by all its
  * nodes. What is lost cannot. */
 void rt_cache_share(struct rt_node *n)
 {
-    bool shared = n->role == RT_ROLE_STORE || n->block_s[RT_TIERS - 1] > 0;
+    bool there = n->state != RT_NODE_LOST && n->state != RT_NODE_CONNECTING;
 
-    if (n->feed.index && n->feed.view != RT_VIEW_NONE) {
-        rt_index_share(n->router->cache.index, n->feed.view,
-                       shared && n->state != RT_NODE_LOST && n->state != RT_NODE_CONNECTING);
+    for (uint32_t i = 0; i < n->n_targets; i++) {
+        const struct rt_target *t = &n->targets[i];
+        bool shared = n->role == RT_ROLE_STORE || t->block_s[RT_TIERS - 1] > 0;
+
+        if (t->feed.index && t->feed.view != RT_VIEW_NONE) {
+            rt_index_share(n->router->cache.index, t->feed.view, shared && there);
+        }
     }
 }
 
 void rt_cache_load(struct rt_node *n, const Baton__V1__NodeLoad *l)
 {
     uint64_t now = bt_loop_now(n->router->loop);
+    struct rt_target *t = target_of(n, l->rank);
 
+    if (!t) {
+        return;
+    }
+    t->pages_free = l->pages_free;
+    t->requests_waiting = l->requests_waiting;
+    t->requests_running = l->requests_running;
+    t->tokens_waiting = l->tokens_waiting;
     /* Starts that were on their way when the node wrote this are not in its figures. */
-    n->tells_starts = n->tells_starts || l->starts > 0;
-    n->sent_requests =
-        n->tells_starts && n->n_starts > l->starts ? (uint32_t)(n->n_starts - l->starts) : 0;
-    n->pages_unused = l->pages_unused;
-    n->oldest_s = l->oldest_ms / 1e3;
+    t->tells_starts = t->tells_starts || l->starts > 0;
+    t->sent_requests =
+        t->tells_starts && t->n_starts > l->starts ? (uint32_t)(t->n_starts - l->starts) : 0;
+    t->pages_unused = l->pages_unused;
+    t->oldest_s = l->oldest_ms / 1e3;
     for (size_t i = 0; i < l->n_tiers; i++) {
         if ((unsigned)l->tiers[i]->tier < RT_TIERS) {
-            n->block_s[l->tiers[i]->tier] = l->tiers[i]->block_us / 1e6;
+            t->block_s[l->tiers[i]->tier] = l->tiers[i]->block_us / 1e6;
         }
     }
     rt_cache_share(n);
-    learn(n, l, now);
-    send_ask(n, rt_feed_load(&n->feed, l, now));
+    learn(t, l, now);
+    send_ask(t, rt_feed_load(&t->feed, l, now));
     rt_admit_soon(n->router);
     sweep(n->router);
 }
 
 /* --- for requests ---------------------------------------------------------------------------- */
 
-/* Runs of one identity's nodes into their views. */
+/* Runs of one identity's targets into their views. */
 static void
-look(struct rt_request *req, int ident, struct rt_node_view *views, struct rt_node **nodes)
+look(struct rt_request *req, int ident, struct rt_node_view *views, struct rt_target **targets)
 {
     struct rt_router *r = req->router;
     const struct rt_keys *k = keys_of(req, ident);
@@ -261,15 +305,18 @@ look(struct rt_request *req, int ident, struct rt_node_view *views, struct rt_no
     for (size_t i = 0; i < n_runs; i++) {
         r->cache.run_of_view[runs[i].view] = (uint16_t)(i + 1);
     }
-    for (size_t i = 0; i < r->n_nodes; i++) {
-        uint16_t view = nodes[i]->ident == ident ? nodes[i]->feed.view : RT_VIEW_NONE;
+    for (size_t i = 0; i < r->n_targets; i++) {
+        const struct rt_target *t = targets[i];
 
-        if (view != RT_VIEW_NONE && r->cache.run_of_view[view]) {
-            views[i].run = runs[r->cache.run_of_view[view] - 1];
-        } else if (nodes[i]->ident == ident) {
+        if (t->node->ident != ident) {
+            continue;
+        }
+        if (t->feed.view != RT_VIEW_NONE && r->cache.run_of_view[t->feed.view]) {
+            views[i].run = runs[r->cache.run_of_view[t->feed.view] - 1];
+        } else {
             views[i].run.store = rt_index_looked_store(r->cache.index);
         }
-        if (nodes[i]->ident == ident && nodes[i]->block_s[RT_TIERS - 1] <= 0) {
+        if (t->block_s[RT_TIERS - 1] <= 0) {
             views[i].run.store = 0; /* not part of the KV store */
         }
     }
@@ -279,34 +326,39 @@ look(struct rt_request *req, int ident, struct rt_node_view *views, struct rt_no
 }
 
 /* A fit of few steps is worth little: until then a node is as fast as its kind. */
-static const struct rt_speed *speed_of(const struct rt_router *r, const struct rt_node *n)
+static const struct rt_speed *speed_of(const struct rt_router *r, const struct rt_target *t)
 {
-    return n->speed.n < STEPS_MIN && n->ident >= 0 ? &r->cache.idents[n->ident].speed : &n->speed;
+    int ident = t->node->ident;
+
+    return t->speed.n < STEPS_MIN && ident >= 0 ? &r->cache.idents[ident].speed : &t->speed;
 }
 
-void rt_cache_fill_views(struct rt_request *req, struct rt_node_view *views, struct rt_node **nodes)
+void rt_cache_fill_views(struct rt_request *req,
+                         struct rt_node_view *views,
+                         struct rt_target **targets)
 {
     struct rt_router *r = req->router;
     uint64_t now = bt_loop_now(r->loop);
 
-    for (size_t i = 0; i < r->n_nodes; i++) {
-        const struct rt_node *n = nodes[i];
+    for (size_t i = 0; i < r->n_targets; i++) {
+        const struct rt_target *t = targets[i];
+        const struct rt_node *n = t->node;
 
-        views[i].speed = speed_of(r, n);
-        views[i].queue_s = rt_work_seconds(&n->work, now);
+        views[i].speed = speed_of(r, t);
+        views[i].queue_s = rt_work_seconds(&t->work, now);
         views[i].tokens_outstanding =
-            n->tokens_waiting > n->own_tokens ? n->tokens_waiting - n->own_tokens : 0;
+            t->tokens_waiting > t->own_tokens ? t->tokens_waiting - t->own_tokens : 0;
         views[i].requests_outstanding =
-            n->requests_waiting + n->requests_running + n->sent_requests;
-        views[i].pages_unused = n->pages_unused;
+            t->requests_waiting + t->requests_running + t->sent_requests;
+        views[i].pages_unused = t->pages_unused;
         views[i].page_tokens = n->page_tokens;
         views[i].block_tokens = n->ident >= 0 ? r->cache.idents[n->ident].block_tokens : 0;
-        views[i].busy = rt_speed_busy(&n->speed, now);
-        views[i].oldest_s = n->oldest_s;
-        memcpy(views[i].block_s, n->block_s, sizeof(views[i].block_s));
+        views[i].busy = rt_speed_busy(&t->speed, now);
+        views[i].oldest_s = t->oldest_s;
+        memcpy(views[i].block_s, t->block_s, sizeof(views[i].block_s));
     }
     for (int i = 0; i < r->cache.n_idents; i++) {
-        look(req, i, views, nodes);
+        look(req, i, views, targets);
     }
 }
 
@@ -327,40 +379,42 @@ void rt_cache_fill_args(const struct rt_request *req, struct rt_pick_args *a)
 
 void rt_leg_begin(struct rt_leg *leg, const struct rt_estimate *est)
 {
+    struct rt_target *t = leg->target;
     struct rt_node *n = leg->node;
     struct rt_request *req = leg->req;
     uint64_t now = bt_loop_now(n->router->loop);
 
-    n->n_starts++;
-    n->sent_requests++;
+    t->n_starts++;
+    t->sent_requests++;
     bt_list_init(&leg->work.link);
     if (leg->kind != RT_LEG_DECODE) {
-        rt_work_add(&n->work, &leg->work, est->bring_s + est->compute_s, now);
-        n->own_tokens += leg->n_tokens;
+        rt_work_add(&t->work, &leg->work, est->bring_s + est->compute_s, now);
+        t->own_tokens += leg->n_tokens;
         leg->working = true;
     }
     leg->guess_view = RT_VIEW_NONE;
-    if (n->ident >= 0 && n->feed.view != RT_VIEW_NONE) {
+    if (n->ident >= 0 && t->feed.view != RT_VIEW_NONE) {
         const struct rt_keys *k = keys_of(req, n->ident);
 
         leg->fps = k->fps;
         leg->n_fps = k->n;
-        if (rt_index_guess(n->router->cache.index, n->feed.view, k->fps, k->n) == BT_OK) {
-            leg->guess_view = n->feed.view;
+        if (rt_index_guess(n->router->cache.index, t->feed.view, k->fps, k->n) == BT_OK) {
+            leg->guess_view = t->feed.view;
         }
     }
 }
 
 void rt_leg_first(struct rt_leg *leg)
 {
-    struct rt_node *n = leg->node;
+    struct rt_target *t = leg->target;
+    struct rt_router *r = leg->node->router;
 
     if (leg->working) {
         leg->working = false;
-        rt_work_done(&n->work, &leg->work, bt_loop_now(n->router->loop));
-        n->own_tokens -= leg->n_tokens;
-        rt_admit_soon(n->router);
-        n->tokens_waiting -= BT_MIN(n->tokens_waiting, leg->n_tokens); /* until the next load */
+        rt_work_done(&t->work, &leg->work, bt_loop_now(r->loop));
+        t->own_tokens -= leg->n_tokens;
+        rt_admit_soon(r);
+        t->tokens_waiting -= BT_MIN(t->tokens_waiting, leg->n_tokens); /* until the next load */
     }
 }
 
@@ -422,25 +476,41 @@ void rt_cache_fill_info(const struct rt_router *r, Baton__V1__CacheInfo *m)
     m->index_bytes = s.bytes;
 }
 
+static void add_target(const struct rt_target *t, uint64_t now, Baton__V1__NodeInfo *m)
+{
+    const struct rt_speed *sp = &t->speed;
+    double share = 1.0 / t->node->n_targets;
+
+    m->pages_free += t->pages_free;
+    m->requests_waiting += t->requests_waiting;
+    m->requests_running += t->requests_running;
+    m->queue_s += rt_work_seconds(&t->work, now);
+    if (sp->n_prompt) {
+        m->prefill_tokens_per_s += 1000 / rt_speed_prefill(sp, 1000, 0, 512, now);
+    }
+    if (sp->n > sp->n_prompt) {
+        m->decode_step_s += rt_speed_decode(sp, t->requests_running + 1.0, 0, now) * share;
+    }
+    m->speed_error += (sp->n ? sp->error : 0) * share;
+    m->speed_ratio += rt_speed_ratio(sp, now) * share;
+    m->busy += rt_speed_busy(sp, now) * share;
+    m->cache_gaps += t->feed.gaps;
+    m->cache_drifts += t->feed.drifts;
+    m->cache_snapshots += t->feed.snapshots;
+    if (t->feed.index && t->feed.view != RT_VIEW_NONE) {
+        m->blocks_pool += rt_index_digest(t->feed.index, t->feed.view, 0).n;
+        m->blocks_host += rt_index_digest(t->feed.index, t->feed.view, 1).n;
+        m->blocks_disk += rt_index_digest(t->feed.index, t->feed.view, 2).n;
+    }
+}
+
 void rt_cache_fill_node(const struct rt_node *n, Baton__V1__NodeInfo *m)
 {
     uint64_t now = bt_loop_now(n->router->loop);
-    double s = rt_speed_prefill(&n->speed, 1000, 0, 512, now);
 
-    m->queue_s = rt_work_seconds(&n->work, now);
-    m->prefill_tokens_per_s = n->speed.n_prompt ? 1000 / s : 0;
-    m->decode_step_s = n->speed.n > n->speed.n_prompt
-                           ? rt_speed_decode(&n->speed, n->requests_running + 1.0, 0, now)
-                           : 0;
-    m->speed_error = n->speed.n ? n->speed.error : 0;
-    m->speed_ratio = rt_speed_ratio(&n->speed, now);
-    m->busy = rt_speed_busy(&n->speed, now);
-    m->cache_gaps = n->feed.gaps;
-    m->cache_drifts = n->feed.drifts;
-    m->cache_snapshots = n->feed.snapshots;
-    if (n->feed.index && n->feed.view != RT_VIEW_NONE) {
-        m->blocks_pool = rt_index_digest(n->feed.index, n->feed.view, 0).n;
-        m->blocks_host = rt_index_digest(n->feed.index, n->feed.view, 1).n;
-        m->blocks_disk = rt_index_digest(n->feed.index, n->feed.view, 2).n;
+    m->ranks = n->n_targets;
+    m->pages_total = n->pages_total * n->n_targets;
+    for (uint32_t i = 0; i < n->n_targets; i++) {
+        add_target(&n->targets[i], now, m);
     }
 }

@@ -64,7 +64,11 @@ static void remove_node(struct rt_node *n)
     BT_INFO("node", "node=%s address=%s msg=\"left the cluster\"", label(n), n->address);
     bt_timer_stop(n->router->loop, &n->timer);
     bt_rpc_channel_destroy(n->channel);
-    rt_cache_forget(n);
+    for (uint32_t i = 0; i < n->n_targets; i++) {
+        rt_cache_forget(&n->targets[i]);
+    }
+    n->router->n_targets -= n->n_targets;
+    free(n->targets);
     bt_map_fini(&n->legs);
     bt_list_remove(&n->link);
     n->router->n_nodes--;
@@ -181,10 +185,38 @@ static bool take_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
     snprintf(n->net_address, sizeof(n->net_address), "%s", w->net_address);
     n->context_tokens = w->context_tokens;
     n->pages_total = w->pages_total;
-    n->pages_free = w->pages_total;
+    n->page_tokens = w->page_tokens;
     n->silence_ns = 3 * (uint64_t)BT_MIN(w->heartbeat_ms, 60000u) * BT_NS_PER_MS;
     n->silence_ns = BT_MAX(n->silence_ns, n->router->conf->node_silence_ns);
     return true;
+}
+
+/* As many targets as it has ranks, all new if the number changes. No leg is there. BT_E_NOMEM. */
+static int make_targets(struct rt_node *n, uint32_t n_ranks)
+{
+    struct rt_target *ts;
+
+    n_ranks = BT_MAX(n_ranks, 1u);
+    n_ranks = BT_MIN(n_ranks, (uint32_t)RT_MAX_RANKS);
+    if (n_ranks == n->n_targets) {
+        return BT_OK;
+    }
+    ts = bt_calloc(n_ranks, sizeof(*ts));
+    if (!ts) {
+        return BT_E_NOMEM;
+    }
+    for (uint32_t i = 0; i < n->n_targets; i++) {
+        rt_cache_forget(&n->targets[i]);
+    }
+    free(n->targets);
+    for (uint32_t i = 0; i < n_ranks; i++) {
+        rt_cache_init_target(&ts[i], n, i);
+    }
+    n->router->n_targets += n_ranks - n->n_targets;
+    n->targets = ts;
+    n->n_targets = n_ranks;
+    n->feed_incarnation = 0; /* followed anew */
+    return BT_OK;
 }
 
 static int send_take(struct rt_node *n)
@@ -235,6 +267,10 @@ static void on_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
         snprintf(n->compat.numerics, sizeof(n->compat.numerics), "%s", w->numerics);
         n->compat.weight_epoch = w->weight_epoch;
     }
+    if (make_targets(n, w->ranks) < 0) {
+        lose(n, "no memory");
+        return;
+    }
     if (send_take(n) < 0) {
         lose(n, "cannot send");
         return;
@@ -246,10 +282,6 @@ static void on_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w)
 
 static void on_load(struct rt_node *n, const Baton__V1__NodeLoad *l)
 {
-    n->pages_free = l->pages_free;
-    n->requests_waiting = l->requests_waiting;
-    n->requests_running = l->requests_running;
-    n->tokens_waiting = l->tokens_waiting;
     rt_cache_load(n, l);
     if (l->draining && n->state == RT_NODE_READY) {
         set_state(n, RT_NODE_DRAINING, "told to stop");
@@ -494,9 +526,12 @@ static struct rt_node *add(struct rt_router *r, const struct bt_member *m)
     n->state = RT_NODE_LOST;
     n->timer.fn = on_timer;
     n->ident = -1;
-    rt_feed_init(&n->feed);
-    rt_work_init(&n->work);
     bt_map_init(&n->legs);
+    if (make_targets(n, 1) < 0) {
+        free(n);
+        BT_WARN("node", "node=%s msg=\"no memory\"", m->name);
+        return NULL;
+    }
     snprintf(n->name, sizeof(n->name), "%s", m->name);
     rt_orders_mark(n);
     snprintf(n->address, sizeof(n->address), "%s", m->grpc_addr);
@@ -589,10 +624,6 @@ void rt_node_info(const struct rt_node *n, Baton__V1__NodeInfo *m, char hex[65])
     m->reason = (char *)(uintptr_t)n->reason;
     m->model_digest = hex;
     m->numerics = (char *)(uintptr_t)n->compat.numerics;
-    m->pages_total = n->pages_total;
-    m->pages_free = n->pages_free;
-    m->requests_waiting = n->requests_waiting;
-    m->requests_running = n->requests_running;
     m->cordoned = n->cordoned;
     m->version = (char *)(uintptr_t)n->version;
     m->legs = (uint32_t)n->legs.n;
@@ -630,8 +661,9 @@ int rt_node_send(struct rt_node *n, const Baton__V1__RouterMessage *m)
     return n->session ? bt_rpc_client_send(n->session->call, &m->base) : BT_E_PEER_LOST;
 }
 
-int rt_node_start(struct rt_node *n, const struct rt_start *start, struct rt_leg **ret_leg)
+int rt_node_start(struct rt_target *t, const struct rt_start *start, struct rt_leg **ret_leg)
 {
+    struct rt_node *n = t->node;
     Baton__V1__RouterMessage m = BATON__V1__ROUTER_MESSAGE__INIT;
     Baton__V1__StartRequest *msg = start->msg;
     struct rt_leg *leg;
@@ -647,9 +679,11 @@ int rt_node_start(struct rt_node *n, const struct rt_start *start, struct rt_leg
     *leg = (struct rt_leg){.stream_id = ++n->router->last_stream_id,
                            .kind = start->kind,
                            .node = n,
+                           .target = t,
                            .req = start->req,
                            .n_tokens = msg->n_prompt + msg->n_answered};
     msg->stream_id = leg->stream_id;
+    msg->rank = t->rank;
     m.kind_case = BATON__V1__ROUTER_MESSAGE__KIND_START;
     m.start = msg;
     rc = bt_map_put(&n->legs, leg->stream_id, leg);

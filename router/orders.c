@@ -134,30 +134,30 @@ static bool draw(struct rt_request *req, enum rt_role role)
 static void hold_role(struct rt_request *req,
                       enum rt_role role,
                       struct rt_node_view *views,
-                      struct rt_node **nodes)
+                      struct rt_target **targets)
 {
     struct rt_router *r = req->router;
     bool want = draw(req, role);
     size_t n_fit = 0;
 
-    for (size_t i = 0; i < r->n_nodes; i++) {
+    for (size_t i = 0; i < r->n_targets; i++) {
         n_fit += views[i].role == role && views[i].ready && !views[i].excluded &&
-                 is_canary(r, nodes[i]) == want;
+                 is_canary(r, targets[i]->node) == want;
     }
-    for (size_t i = 0; n_fit > 0 && i < r->n_nodes; i++) {
-        if (views[i].role == role && is_canary(r, nodes[i]) != want) {
+    for (size_t i = 0; n_fit > 0 && i < r->n_targets; i++) {
+        if (views[i].role == role && is_canary(r, targets[i]->node) != want) {
             views[i].ready = false;
         }
     }
 }
 
-bool rt_orders_hold(struct rt_request *req, struct rt_node_view *views, struct rt_node **nodes)
+bool rt_orders_hold(struct rt_request *req, struct rt_node_view *views, struct rt_target **targets)
 {
     bool any = false;
 
     for (size_t i = 0; i < BT_ARRAY_LEN(roles); i++) {
         if (req->router->orders.canary[i].version[0]) {
-            hold_role(req, (enum rt_role)i, views, nodes);
+            hold_role(req, (enum rt_role)i, views, targets);
             any = true;
         }
     }

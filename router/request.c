@@ -133,6 +133,8 @@ static void fill_end(const struct rt_request *req, Baton__V1__Usage *u, Baton__V
         t->store = (char *)(uintptr_t)req->store.name;
     }
     t->retries = req->retries;
+    t->prefill_rank = req->prefill_rank;
+    t->decode_rank = req->decode_rank;
 }
 
 static void stamp(struct rt_request *req)

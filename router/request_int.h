@@ -52,6 +52,7 @@ struct rt_request {
 
     uint64_t t_start, t_asked, t_first, t_second;
     char prefill_name[BT_MEMBER_NAME_MAX + 1], decode_name[BT_MEMBER_NAME_MAX + 1];
+    uint32_t prefill_rank, decode_rank;
     enum rt_path path_taken;
     struct rt_store store; /* STORE: of this attempt */
     bool store_failed;

@@ -27,6 +27,7 @@
 
 #define RT_WIRE_VERSION 1
 #define RT_MAX_NODES    1024
+#define RT_MAX_RANKS    64 /* of a node; more are not used */
 #define RT_MAX_EXCLUDED 8
 #define RT_MAX_IDENTS   8 /* kinds of nodes whose block keys differ */
 #define RT_VERSION_MAX  64
@@ -84,8 +85,8 @@ struct rt_router {
     struct rt_tok_worker *tok_worker;
     char address[300];
 
-    struct bt_list nodes; /* struct rt_node.link */
-    size_t n_nodes;
+    struct bt_list nodes;      /* struct rt_node.link */
+    size_t n_nodes, n_targets; /* n_targets: of all of them */
     bool membership_frozen;
     uint64_t last_stream_id;
     uint64_t n_picked; /* attempts that got nodes */
@@ -139,7 +140,8 @@ struct rt_leg {
     uint64_t stream_id;
     enum rt_leg_kind kind;
     struct rt_node *node;
-    struct rt_request *req; /* NULL = cancelled or over for us: the output is dropped */
+    struct rt_target *target; /* of node */
+    struct rt_request *req;   /* NULL = cancelled or over for us: the output is dropped */
     /* cache.c */
     bool working;      /* its prompt is in node->work and own_tokens */
     uint64_t n_tokens; /* of prompt and answered */
@@ -147,6 +149,25 @@ struct rt_leg {
     uint16_t guess_view; /* where its blocks are guessed, RT_VIEW_NONE = nowhere */
     const uint64_t *fps; /* [n_fps], the request's */
     size_t n_fps;
+};
+
+/* One data-parallel rank of a node: what can be chosen for a leg. Legs point to it. */
+struct rt_target {
+    struct rt_node *node;
+    uint32_t rank;
+    /* From the last load, and what was sent since. */
+    uint32_t pages_free, pages_unused, requests_waiting, requests_running;
+    uint64_t tokens_waiting;
+    uint32_t sent_requests; /* not in the load yet */
+    /* cache.c */
+    struct rt_feed feed;
+    struct rt_speed speed;
+    struct rt_work work;
+    uint64_t own_tokens; /* of prompts that this router has sent and that are not done */
+    uint64_t n_starts;   /* sent in this session */
+    bool tells_starts;
+    double oldest_s, block_s[RT_TIERS];
+    uint64_t busy_us;
 };
 
 struct rt_node {
@@ -169,27 +190,15 @@ struct rt_node {
     uint8_t model_digest[32];
     struct rt_compat compat;
     char net_address[BT_MEMBER_ADDR_MAX + 1];
-    uint32_t context_tokens, pages_total;
+    uint32_t context_tokens, pages_total, page_tokens; /* of each rank */
     uint64_t silence_ns;
-    /* From the last load, and what was sent since. */
-    uint32_t pages_free, requests_waiting, requests_running;
-    uint64_t tokens_waiting;
-    uint32_t sent_requests; /* not in the load yet */
-    /* cache.c */
-    int ident; /* of its block keys; -1 = unknown, no reuse */
-    struct rt_feed feed;
+    int ident;                 /* of its block keys; -1 = unknown, no reuse */
     uint64_t feed_incarnation; /* 0 = never followed */
-    struct rt_speed speed;
-    struct rt_work work;
-    uint64_t own_tokens; /* of prompts that this router has sent and that are not done */
-    uint64_t n_starts;   /* sent in this session */
-    uint64_t n_ever;     /* sent in all sessions */
+    uint64_t n_ever;           /* legs sent in all sessions */
     bool cordoned;
     char version[RT_VERSION_MAX];
-    bool tells_starts;
-    uint32_t page_tokens, pages_unused;
-    double oldest_s, block_s[RT_TIERS];
-    uint64_t busy_us;
+    struct rt_target *targets; /* [n_targets], at least one */
+    uint32_t n_targets;
 
     struct bt_map legs; /* stream id -> struct rt_leg */
 };
@@ -211,7 +220,7 @@ struct rt_start {
     Baton__V1__StartRequest *msg;
     const struct rt_estimate *est; /* of the prompt */
 };
-int rt_node_start(struct rt_node *n,
+int rt_node_start(struct rt_target *t,
                   const struct rt_start *start,
                   struct rt_leg **ret_leg) BT_MUST_USE;
 /* BT_E_PEER_LOST without a session; else as bt_rpc_client_send. */
@@ -224,16 +233,18 @@ int rt_cache_init(struct rt_router *r, struct bt_err *err) BT_MUST_USE;
 void rt_cache_fini(struct rt_router *r); /* also what init has left half made */
 /* The node is about to be ready: its life is followed, anew if it is another one. */
 void rt_cache_welcome(struct rt_node *n, const Baton__V1__NodeWelcome *w);
-void rt_cache_forget(struct rt_node *n);
+void rt_cache_forget(struct rt_target *t);
+/* A target without a past. */
+void rt_cache_init_target(struct rt_target *t, struct rt_node *n, uint32_t rank);
 /* Its state has changed: whether others may load what it has. */
 void rt_cache_share(struct rt_node *n);
 void rt_cache_events(struct rt_node *n, const Baton__V1__CacheEvents *m);
 void rt_cache_snapshot(struct rt_node *n, const Baton__V1__CacheSnapshot *m);
 void rt_cache_load(struct rt_node *n, const Baton__V1__NodeLoad *l);
-/* Completes the views of all nodes (in the order of the list) and the arguments for a request. */
+/* Completes the views of all targets (in the order of the list) and the arguments for a request. */
 void rt_cache_fill_views(struct rt_request *req,
                          struct rt_node_view *views,
-                         struct rt_node **nodes);
+                         struct rt_target **targets);
 void rt_cache_fill_args(const struct rt_request *req, struct rt_pick_args *a);
 /* A leg is sent; has its first token (or is over, then it does nothing); is over or given up. */
 void rt_leg_begin(struct rt_leg *leg, const struct rt_estimate *est);
@@ -268,7 +279,7 @@ bool rt_orders_cordons(const struct rt_router *r, const char *name);
 void rt_orders_mark(struct rt_node *n);
 /* Takes those nodes out of the views that this request is not meant for. False: there is no canary.
  * Where a role has no node of the wanted kind all of them stay. */
-bool rt_orders_hold(struct rt_request *req, struct rt_node_view *views, struct rt_node **nodes);
+bool rt_orders_hold(struct rt_request *req, struct rt_node_view *views, struct rt_target **targets);
 /* A request has been placed on n. */
 void rt_orders_count(struct rt_router *r, const struct rt_node *n);
 /* Fills a row for each canary, RT_ROLE_BOTH + 1 at most; strings are borrowed. */

@@ -152,6 +152,9 @@ int kn_start_stream(struct kn_session *ses, const Baton__V1__StartRequest *req, 
         return BT_FAIL(err, BT_E_EXISTS, "stream id %llu is in use",
                        (unsigned long long)req->stream_id);
     }
+    if (req->rank > 0) {
+        return BT_FAIL(err, BT_E_INVALID, "rank %u of a node with one engine", req->rank);
+    }
     if (s->state != KN_SERVE_READY) {
         return BT_FAIL(err, BT_E_UNAVAILABLE, "node %s is draining", s->name);
     }

@@ -98,8 +98,10 @@ static int put_nodes(const struct rt_router *r, struct bt_buf *b)
         const struct rt_node *node = BT_LIST_ENTRY(it, struct rt_node, link);
 
         if (node->state == RT_NODE_READY && node->role != RT_ROLE_PREFILL) {
-            total += node->pages_total;
-            free_pages += BT_MIN(node->pages_free, node->pages_total);
+            for (uint32_t i = 0; i < node->n_targets; i++) {
+                total += node->pages_total;
+                free_pages += BT_MIN(node->targets[i].pages_free, node->pages_total);
+            }
         }
     }
     if (rc == BT_OK) {

@@ -5,8 +5,10 @@
  *   bench_replay --trace FILE --nodes N --blocks B [--policy P] [--json] [--delay-ms N] [--loss
  * PCT]
  *                [--seeds N] [--routers N] [--requests N] [--first N] [--divide N] [--exact]
- *                [--block-tokens N] [--tokens-per-s N] [--slow-node X] [--limit S] [--reuse S]
+ *                [--ranks N] [--block-tokens N] [--tokens-per-s N] [--slow-node X] [--limit S]
+ * [--reuse S]
  *
+ * Nodes may have ranks: engines of their own, with B blocks each, told apart by the router alone.
  * P: cost (ours), random, round_robin, least_loaded, longest_prefix, all. A block of the trace is
  * 512 tokens. --divide shrinks lengths and blocks; --exact counts only what a node can reuse: whole
  * blocks, and never all of a prompt (without it every block of the trace may hit, as in replays
@@ -180,6 +182,7 @@ static void usage(void)
 enum option_id {
     O_TRACE = 1,
     O_NODES,
+    O_RANKS,
     O_BLOCKS,
     O_POLICY,
     O_JSON,
@@ -211,6 +214,9 @@ static bool take_option(struct opts *o, int c)
         break;
     case O_NODES:
         o->cfg.nodes = u;
+        break;
+    case O_RANKS:
+        o->cfg.ranks = u;
         break;
     case O_BLOCKS:
         o->cfg.blocks = u;
@@ -276,15 +282,17 @@ static bool is_sane(const struct opts *o)
 {
     const struct replay_cfg *c = &o->cfg;
 
-    return o->trace && c->nodes >= 1 && c->nodes <= 1024 && c->blocks >= 16 && o->seeds >= 1 &&
-           o->divide >= 1 && c->routers >= 1 && c->routers <= 16 && o->trace_block >= o->divide &&
-           c->token_s > 0 && isfinite(c->token_s) && o->speedup > 0 && c->slow_node > 0;
+    return o->trace && c->nodes >= 1 && c->nodes <= 1024 && c->ranks >= 1 && c->ranks <= 64 &&
+           c->nodes * c->ranks <= 4000 && c->blocks >= 16 && o->seeds >= 1 && o->divide >= 1 &&
+           c->routers >= 1 && c->routers <= 16 && o->trace_block >= o->divide && c->token_s > 0 &&
+           isfinite(c->token_s) && o->speedup > 0 && c->slow_node > 0;
 }
 
 int main(int argc, char **argv)
 {
     static const struct option options[] = {{"trace", 1, NULL, O_TRACE},
                                             {"nodes", 1, NULL, O_NODES},
+                                            {"ranks", 1, NULL, O_RANKS},
                                             {"blocks", 1, NULL, O_BLOCKS},
                                             {"policy", 1, NULL, O_POLICY},
                                             {"json", 0, NULL, O_JSON},
@@ -313,6 +321,7 @@ int main(int argc, char **argv)
                      .speedup = 1,
                      .max_tokens = INFINITY,
                      .cfg = {.routers = 1,
+                             .ranks = 1,
                              .delay_ns = BT_NS_PER_MS,
                              .heartbeat_ns = 500 * BT_NS_PER_MS,
                              .step_s = 5e-3,
@@ -336,6 +345,7 @@ int main(int argc, char **argv)
         usage();
         return 2;
     }
+    o.cfg.nodes *= o.cfg.ranks;
     o.cfg.block_tokens = o.trace_block / o.divide;
     if (load_trace(&o, &t) < 0) {
         return 1;

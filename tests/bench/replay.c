@@ -170,8 +170,9 @@ static void open_node(struct sim *s, struct node *n, unsigned idx)
     l.layer_stride = l.bytes = l.page_stride * l.n_pages;
     n->lines = must(bt_calloc(s->cfg->routers, sizeof(*n->lines)));
     BT_BUG_ON(kv_event_log_create(1u << 17, &n->lines[0].log, NULL) < 0);
-    for (unsigned r = 1; r < s->cfg->routers; r++) {
+    for (unsigned r = 0; r < s->cfg->routers; r++) {
         n->lines[r].log = n->lines[0].log;
+        n->lines[r].rank = idx % s->cfg->ranks;
     }
     BT_BUG_ON(kv_pool_create(&l, &bt_mem_host, "replay", &n->pool, NULL) < 0);
     ic.pool = n->pool;
@@ -363,14 +364,32 @@ static void on_load(struct sim *s, struct side *side, const Baton__V1__NodeLoad 
     side->busy_us = l->busy_us;
 }
 
+/* The rank that a message speaks of; UINT32_MAX: of none. */
+static uint32_t rank_of(const Baton__V1__NodeMessage *m)
+{
+    switch ((int)m->kind_case) {
+    case BATON__V1__NODE_MESSAGE__KIND_EVENTS:
+        return m->events->rank;
+    case BATON__V1__NODE_MESSAGE__KIND_SNAPSHOT:
+        return m->snapshot->rank;
+    case BATON__V1__NODE_MESSAGE__KIND_LOAD:
+        return m->load->rank;
+    default:
+        return UINT32_MAX;
+    }
+}
+
+/* It comes from a node; the message alone says which of its ranks it speaks of. */
 static void on_message(struct sim *s, struct event *ev)
 {
-    struct side *side = &ev->router->sides[ev->node->idx];
     Baton__V1__NodeMessage *m =
         must(baton__v1__node_message__unpack(NULL, ev->msg.n, ev->msg.bytes));
+    unsigned ranks = s->cfg->ranks, idx = ev->node->idx / ranks * ranks + rank_of(m);
+    struct side *side = &ev->router->sides[idx];
     struct rt_feed_ask a = {0};
     uint16_t old = RT_VIEW_NONE;
 
+    BT_BUG_ON(rank_of(m) >= ranks);
     if (m->kind_case == BATON__V1__NODE_MESSAGE__KIND_EVENTS) {
         a = rt_feed_events(&side->feed, m->events, s->now);
     } else if (m->kind_case == BATON__V1__NODE_MESSAGE__KIND_SNAPSHOT) {
@@ -382,7 +401,7 @@ static void on_message(struct sim *s, struct event *ev)
         on_load(s, side, m->load);
         a = rt_feed_load(&side->feed, m->load, s->now);
     }
-    ask(s, ev->router, ev->node, a);
+    ask(s, ev->router, &s->nodes[idx], a);
     baton__v1__node_message__free_unpacked(m, NULL);
     free(ev->msg.bytes);
     while (rt_index_sweep(ev->router->index)) {

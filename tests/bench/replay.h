@@ -16,7 +16,8 @@ struct replay_request {
 struct replay_cfg {
     const struct replay_request *requests;
     size_t n_requests;
-    unsigned nodes, blocks; /* of each node's cache */
+    unsigned nodes, blocks; /* routing targets; blocks of each one's cache */
+    unsigned ranks;         /* targets that are ranks of one node and share its messages' way */
     unsigned block_tokens;
     unsigned routers; /* requests go to one of them at random */
     enum rt_route route;

@@ -36,7 +36,9 @@ class Session:
 
 class FakeNode:
     def __init__(self, name, role, digest=None, incarnation=1, on_start=None, cache=None, **welcome):
-        self.cache = cache  # with follow(session, message) and load(); None: none, as an old node
+        # With follow(session, message) and load(); a list: one a rank. None: none, as an old node.
+        self.cache = cache
+        self.caches = cache if isinstance(cache, list) else [cache]
         self.name, self.role, self.incarnation = name, role, incarnation
         self.on_start = on_start or (lambda session, start: None)
         self.welcome = dict(wire_version=1, name=name, incarnation=incarnation, role=role, model_name="m",
@@ -85,7 +87,7 @@ class FakeNode:
                             self.changed.notify_all()
                         self.on_start(s, m.start)
                     elif kind == "follow" and self.cache:
-                        self.cache.follow(s, m.follow)
+                        self.caches[m.follow.rank].follow(s, m.follow)
                     elif kind == "cancel":
                         with self.changed:
                             self.cancels.append(m.cancel.stream_id)
@@ -103,7 +105,9 @@ class FakeNode:
                 m = s.out.get(timeout=0.1)
             except queue.Empty:
                 if self.beat and s.welcomed:
-                    yield NodeMessage(load=self.cache.load() if self.cache else {"pages_free": 100})
+                    for rank, cache in enumerate(self.caches):
+                        load = cache.load() if cache else {"pages_free": 100}
+                        yield NodeMessage(load={**load, "rank": rank})
                 if not context.is_active():
                     return
                 continue

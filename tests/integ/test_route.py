@@ -57,7 +57,8 @@ def test_expected_hits_are_hits(small):
     c.add_router("router-b").wait_ready()
     a, b = c.client, c.client_of("router-b")
     names = [f"prefill-{i}" for i in range(3)]
-    eventually(lambda: all(info(b, n).state == "ready" for n in [*names, "decode-0"]), 10, "b is ready")
+    eventually(lambda: {*names, "decode-0"} <= {n.name for n in b.server().nodes if n.state == "ready"}, 10,
+               "b is ready")
     rng, cached, tokens = random.Random(1), 0, 0
     for chat in range(6):
         prompt, home = ids(chat, 650), None
@@ -205,7 +206,8 @@ def test_hits_by_tier_agree_with_the_nodes(cluster, tmp_path):
 class Cache:
     """The cache side of a fake prefill node: answers CacheFollow from a log, loses what it is told to."""
 
-    def __init__(self, loss=0.0, seed=1):
+    def __init__(self, loss=0.0, seed=1, rank=0):
+        self.rank = rank
         self.log, self.have, self.loss, self.rng = [], set(), loss, random.Random(seed)
         self.asked, self.lock = [], threading.Lock()
 
@@ -218,12 +220,12 @@ class Cache:
 
     def send(self, session, first, fps):
         if session and self.rng.random() >= self.loss:
-            session.send(events={"seq": first, "events": [{"change": 0, "tier": 0, "blocks": fps}]})
+            session.send(events={"seq": first, "rank": self.rank, "events": [{"change": 0, "tier": 0, "blocks": fps}]})
 
     def follow(self, session, m):
         self.asked.append((m.after, m.snapshot))
         if m.snapshot:
-            session.send(snapshot={"seq": len(self.log), "first": True, "last": True, "blocks": sorted(self.have)})
+            session.send(snapshot={"seq": len(self.log), "rank": self.rank, "first": True, "last": True, "blocks": sorted(self.have)})
             return
         with self.lock:
             rest = self.log[m.after:]
@@ -313,6 +315,55 @@ def test_longest_prefix_wins_among_idle_nodes(fakes):
     for _ in range(10):
         assert ask(c.client, prompt).timing.prefill_node == "p1"
     assert c.client.server().cache.expected_tokens == 10 * 8 * BLOCK
+
+
+def test_ranks_are_targets(fakes):
+    """One node with three ranks, each with a cache and a queue of its own: prefixes go to the rank that
+    has them, others to the least loaded one, and what is sent counts at once."""
+    held = []
+
+    def prefill(session, start):
+        if len(start.prompt) > 4000:
+            held.append((session, start))
+        else:
+            prefill_answer(session, start)
+
+    def decode(session, start):
+        if len(start.prompt) > 4000:
+            held.append((session, start))
+        else:
+            decode_answer(session, start)
+
+    caches = [Cache(rank=i) for i in range(3)]
+    p = FakeNode("p0", "prefill", block_tokens=BLOCK, cache=caches, on_start=prefill, ranks=3)
+    d = FakeNode("d0", "decode", on_start=decode, ranks=2, cache=[Cache(), Cache(rank=1)])
+    c = fakes(p, d)
+    prompt = ids(11, 10 * BLOCK)
+    fps = list(keys(bytes.fromhex(c.client.model().digest), prompt))
+    eventually(lambda: all(x.asked for x in caches), 10, "the router follows every rank")
+    for x, n in zip(caches, (2, 5, 8)):
+        x.store(p.sessions[-1], fps[:n])
+    eventually(lambda: info(c.client, "p0").blocks_pool == 15, 5, "followed")
+    assert info(c.client, "p0").ranks == 3
+    for _ in range(5):
+        a = ask(c.client, prompt)
+        assert (a.timing.prefill_node, a.timing.prefill_rank) == ("p0", 2)
+        assert p.starts[-1].rank == 2 and d.starts[-1].rank == a.timing.decode_rank < 2
+    assert c.client.server().cache.expected_tokens == 5 * 8 * BLOCK
+    # One rank repairs its drift, the others' pictures stay.
+    caches[1].have.add(9)
+    eventually(lambda: info(c.client, "p0").blocks_pool == 16, 5, "repaired")
+    assert caches[1].asked[-1][1] and not caches[0].asked[-1][1] and not caches[2].asked[-1][1]
+    # A rank that is at work on a long prompt gets no cold ones, not even its own prefix's neighbours.
+    t = threading.Thread(target=lambda: ask(c.fresh_client(), ids(1, 7000)))
+    t.start()
+    eventually(lambda: len(held) == 2, 10, "the long one is held")
+    busy = next(s.rank for _, s in held if s.leg == 1)
+    got = [ask(c.client, ids(i, 100)).timing.prefill_rank for i in range(2, 22)]
+    assert set(got) == {0, 1, 2} - {busy}
+    for session, start in sorted(held, key=lambda h: h[1].leg):
+        (prefill_answer if start.leg == 1 else decode_answer)(session, start)
+    t.join()
 
 
 def burst(c, prompts):

@@ -19,6 +19,7 @@ struct evnode {
     struct kv_event_snapshot snap;
     size_t snap_at;
     bool follows;
+    uint32_t rank;
 };
 
 /* One packed NodeMessage; bytes are the receiver's. */
@@ -58,6 +59,7 @@ static inline struct evnode_msg evnode_part(struct evnode *e)
     }
     n = BT_MIN(e->snap.first[tier + 1] - e->snap_at, (size_t)EVNODE_PART);
     part.seq = e->snap.seq;
+    part.rank = e->rank;
     part.first = e->snap_at == 0;
     part.before = e->snap_at;
     part.last = e->snap_at + n == e->snap.first[KV_EVENT_TIERS];
@@ -115,6 +117,7 @@ static inline struct evnode_msg evnode_next(struct evnode *e)
         r->n_blocks += ev[i].kind != KV_EVENT_CLEARED;
     }
     events.seq = e->seq + 1;
+    events.rank = e->rank;
     events.n_events = n_runs;
     events.events = ptrs;
     e->seq += n;
@@ -129,6 +132,7 @@ static inline void evnode_digests(const struct evnode *e,
                                   Baton__V1__CacheTierState tiers[KV_EVENT_TIERS],
                                   Baton__V1__CacheTierState *ptrs[KV_EVENT_TIERS])
 {
+    l->rank = e->rank;
     l->cache_seq = kv_event_log_seq(e->log);
     l->n_tiers = KV_EVENT_TIERS;
     l->tiers = ptrs;
