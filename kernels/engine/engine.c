@@ -519,6 +519,11 @@ void kn_engine_add_source(struct kn_engine *e, struct kv_source *source, bool lo
     e->n_local_sources += local;
 }
 
+void kn_engine_poke(struct kn_engine *e)
+{
+    bt_eventfd_wake(&e->wake_fd);
+}
+
 int kn_engine_start(struct kn_engine *e, struct kv_handoff *handoff, struct bt_err *err)
 {
     int rc;

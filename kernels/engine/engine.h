@@ -129,6 +129,8 @@ int kn_engine_create(const struct kn_engine_cfg *cfg,
 /* Before the start: where else blocks come from and go to, asked in this order. Borrowed until the
  * engine has stopped. Those that answer at once (`local`) come first. Needs prefix reuse. */
 void kn_engine_add_source(struct kn_engine *e, struct kv_source *source, bool local);
+/* A source that wanted no offers wants them now. Any thread, also before the start. */
+void kn_engine_poke(struct kn_engine *e);
 int kn_engine_start(struct kn_engine *e,
                     struct kv_handoff *handoff,
                     struct bt_err *err) BT_MUST_USE;

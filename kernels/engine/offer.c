@@ -4,7 +4,8 @@
  * source and offered soon, so that giving it up later loses nothing; one that was adopted from a
  * predecessor when it is first used, for then its bytes were checked. An open offer holds its block
  * and all before it; their pages stay as they are. A source that has many offers open gets the next
- * one when one is done. What is given up before its turn is left out.
+ * one when one is done; one that wants nothing at present, once it does. What is given up before
+ * its turn is left out.
  *
  * The tail of a preempted request, the block that is not full, goes to the first source alone: its
  * pages leave the request and belong to the transfer until the bytes were copied.
@@ -202,6 +203,11 @@ static void offer_block(struct kn_sched *sched, uint32_t source, struct kv_block
     }
 }
 
+static bool wants(struct kv_source *src)
+{
+    return !src->ops->wants || src->ops->wants(src);
+}
+
 void kn_sched_pump_offers(struct kn_sched *sched)
 {
     struct kn_offers *o = sched->offers;
@@ -210,7 +216,7 @@ void kn_sched_pump_offers(struct kn_sched *sched)
         return;
     }
     for (uint32_t i = 0; i < sched->cfg.n_sources; i++) {
-        while (o->tails[i] < o->head && o->n_open[i] < MAX_OPEN) {
+        while (o->tails[i] < o->head && o->n_open[i] < MAX_OPEN && wants(sched->cfg.sources[i])) {
             struct queued q = o->ring[o->tails[i]++ % o->n_ring];
 
             if (q.block->generation == q.generation) {

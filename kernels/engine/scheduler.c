@@ -378,6 +378,7 @@ void kn_sched_tick(struct kn_sched *sched, uint64_t now_ns)
     uint64_t earliest = BT_NEVER_NS;
 
     sched->now_ns = now_ns;
+    kn_sched_pump_offers(sched); /* those that waited until they were wanted */
     if (now_ns < sched->next_deadline_ns) {
         return;
     }

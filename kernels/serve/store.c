@@ -83,6 +83,7 @@ void kn_store_members(void *arg, struct bt_members *take_members)
     }
     if (s->store) {
         kv_client_set_members(s->store, take_members);
+        kn_engine_poke(s->engine); /* blocks may wait for the first daemon */
     }
     bt_members_unref(take_members);
 }

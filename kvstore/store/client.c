@@ -375,6 +375,7 @@ static const struct kv_source_ops ops = {
     .load_cancel = kv_client_load_cancel,
     .end = end,
     .offer = kv_client_offer,
+    .wants = kv_client_wants,
 };
 
 void kv_client_gone(struct kv_client *c)

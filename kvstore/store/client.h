@@ -9,7 +9,7 @@
  * into its death is asked of the next one; when none is left the run ends before it.
  * offer: the block is copied out of its pages on the thread "store-put" and put to its owners:
  * `replicas` live daemons by consistent hashing (kvstore/block/ring.h). Bounded: with the queue
- * full or no daemon there, it is not wanted.
+ * full or no daemon there, nothing is wanted; wake the engine when daemons have become known.
  *
  * Threads: the net's ("xfer"), "store-put"; the index's "redis-get" finishes look-ups. */
 #ifndef KV_STORE_CLIENT_H

@@ -103,6 +103,7 @@ bool kv_client_pump_puts(struct kv_client *c, size_t *budget);
 
 /* client_put.c */
 bool kv_client_offer(struct kv_source *src, const struct kv_offer *o);
+bool kv_client_wants(struct kv_source *src);
 void *kv_client_putter(void *arg);
 void kv_client_puts_ready(struct kv_client *c, struct kv_link *l);
 void kv_client_puts_closed(struct kv_client *c, struct server *s);

@@ -121,6 +121,17 @@ bool kv_client_offer(struct kv_source *src, const struct kv_offer *o)
     return true;
 }
 
+bool kv_client_wants(struct kv_source *src)
+{
+    struct kv_client *c = BT_CONTAINER_OF(src, struct kv_client, src);
+    bool wants;
+
+    pthread_mutex_lock(&c->lock);
+    wants = !c->stopping && c->ring && c->ring->n > 0 && c->n_offers < QUEUE_MAX;
+    pthread_mutex_unlock(&c->lock);
+    return wants || c->cfg.replicas == 0; /* then nothing waits for daemons */
+}
+
 /* ---- net: to the owners ---- */
 
 static void stash_over(struct stash *s)

@@ -111,6 +111,9 @@ struct kv_source_ops {
     void (*end)(struct kv_source *src, struct kv_find *f);
     /* False: not wanted now (known already, queue full); done is not called then. */
     bool (*offer)(struct kv_source *src, const struct kv_offer *o);
+    /* False: nothing can be taken at present (nobody to give it to is known, queue full); what was
+     * to be offered waits. Whoever makes it true wakes the engine. NULL = always true. */
+    bool (*wants)(struct kv_source *src);
 };
 struct kv_source {
     const struct kv_source_ops *ops;

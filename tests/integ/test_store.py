@@ -159,6 +159,17 @@ def test_put_by_one_node_is_a_hit_on_another(cluster):
     assert sum(c.status(f"store-{i}").store_gets for i in range(2)) == 7
 
 
+def test_daemon_that_comes_later_gets_what_was_computed(cluster):
+    """Blocks that were computed while no daemon was known are put when there is one."""
+    c = cluster(prefill=0, decode=1, role="both", node_args=SHARING)
+    want = ask(c, 1000, AUTO).tokens
+    assert c.status("decode-0").store_offered == 0
+    c.add_store("store-0").wait_ready()
+    eventually(lambda: c.status("store-0").blocks_announced >= 7, 20, "blocks put and announced")
+    assert c.status("decode-0").store_offered >= 7
+    assert ask(c, 1000, AUTO).tokens == want
+
+
 def test_node_serves_its_own_tiers(cluster):
     """Without a daemon: what one node holds is a hit on another."""
     c = cluster(prefill=0, decode=2, role="both", node_args=SHARING)

@@ -31,6 +31,7 @@ struct mem_source {
     bool local;               /* answers inside find */
     bool stuck;               /* loads do not move */
     bool deaf;                /* takes no offers */
+    bool busy;                /* wants no offers at present */
     uint64_t block_ns;        /* promised for a block */
     uint32_t fast;            /* leading blocks that are in memory, others on disk; 0 = all */
     uint32_t layers_per_move; /* of loads */
@@ -176,6 +177,7 @@ static inline bool mem_offer(struct kv_source *src, const struct kv_offer *o)
              bp = (uint32_t)reuse.block / (uint32_t)m->node->page_tokens;
 
     assert_true(o->n_tokens >= 1 && o->n_tokens <= (uint32_t)reuse.block);
+    assert_true(!m->busy || o->n_tokens < (uint32_t)reuse.block);
     m->n_tails += o->n_tokens < (uint32_t)reuse.block;
     if (m->deaf || mem_get(m, &o->chain, last, o->n_tokens)) {
         return false;
@@ -205,8 +207,13 @@ static inline bool mem_offer(struct kv_source *src, const struct kv_offer *o)
     return false;
 }
 
+static inline bool mem_wants(struct kv_source *src)
+{
+    return !mem_of(src)->busy;
+}
+
 static const struct kv_source_ops mem_ops = {"memory",        mem_find, mem_find_cancel, mem_load,
-                                             mem_load_cancel, mem_end,  mem_offer};
+                                             mem_load_cancel, mem_end,  mem_offer,       mem_wants};
 
 static inline struct mem_source *mem_create(void)
 {

@@ -105,6 +105,28 @@ static void test_evicted_comes_back(void **state)
     close_node(n);
 }
 
+/* What nobody wanted yet is offered once somebody does, as far as the pool still has it. */
+static void test_offers_wait_until_they_are_wanted(void **state)
+{
+    struct node *n;
+    struct req r = {.tag = 1, .n_prompt = 100, .max_tokens = 20};
+    struct req gone = {.tag = 2, .n_prompt = 64, .max_tokens = 1};
+
+    open_sources(2);
+    mem[1]->busy = true;
+    n = open_node((struct node_cfg){64, 8, 32, 4}, 2, 2);
+    run_one(n, gone);
+    forget(n);
+    run_one(n, r);
+    assert_int_equal(mem[0]->n_offers, 64 / 16 + (100 + 19) / 16);
+    assert_int_equal(mem[1]->n_offers, 0);
+    mem[1]->busy = false;
+    run_all(n);
+    assert_int_equal(mem[1]->n_offers, (100 + 19) / 16);
+    assert_int_equal(mem[0]->n_offers, 64 / 16 + (100 + 19) / 16);
+    close_node(n);
+}
+
 /* Part in the pool, more in the source; what was computed meanwhile changes the question. */
 static void test_SCHED_03_lengths(void **state)
 {
@@ -439,6 +461,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_evicted_comes_back),
+        cmocka_unit_test(test_offers_wait_until_they_are_wanted),
         cmocka_unit_test(test_SCHED_03_lengths),
         cmocka_unit_test(test_TIER_02_short_loads),
         cmocka_unit_test(test_slow_sources),
