@@ -23,6 +23,7 @@ struct kn_serve_conf {
     char *net_listen, *net_transports, *net_method, *store_listen;
     bool store;
     int64_t store_replicas;
+    uint64_t store_stall_ns;
     int64_t threads, page_tokens, max_batch_tokens, max_running, max_waiting, max_ctx;
     int64_t block_tokens;
     int isa, kv_dtype, bring; /* kn_serve_isas, kn_serve_kv_dtypes, kn_serve_brings */
@@ -69,6 +70,8 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
                               "Address of the block server; port 0 picks a free one."),            \
         BT_CONF_INT(S, f.store_replicas, "store.replicas", "1", 0, 8,                              \
                     "Daemons that each computed block is put to; 0 for none."),                    \
+        BT_CONF_DURATION(S, f.store_stall_ns, "store.stall", "500ms", 10, 60000,                   \
+                         "A holder of blocks that is silent for this long is not waited for."),    \
         BT_CONF_INT(S, f.threads, "engine.threads", "0", 0, 256,                                   \
                     "Threads that compute; 0 = as many as this process may use."),                 \
         BT_CONF_ENUM(S, f.isa, "engine.isa", "auto", kn_serve_isas,                                \

@@ -29,7 +29,8 @@ int kn_store_open(struct kn_serve *s, struct bt_err *err)
                                .node_name = s->name,
                                .incarnation = s->incarnation,
                                .replicas = (uint32_t)c->store_replicas,
-                               .silence_ns = c->handoff_silence_ns};
+                               .silence_ns = c->handoff_silence_ns,
+                               .stall_ns = c->store_stall_ns};
     struct bt_blockmap *bm;
     char host[BT_MEMBER_ADDR_MAX + 1];
     int rc;

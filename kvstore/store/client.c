@@ -442,7 +442,9 @@ int kv_client_create(const struct kv_client_cfg *cfg, struct kv_client **ret, st
     c->src.ops = &ops;
     c->cfg = *cfg;
     c->cfg.load_limit_ns = cfg->load_limit_ns ? cfg->load_limit_ns : 10 * BT_NS_PER_S;
+    c->cfg.stall_ns = cfg->stall_ns ? cfg->stall_ns : 500 * BT_NS_PER_MS;
     c->next_req = 1;
+    c->watch = (struct bt_net_timer){.deadline_ns = BT_NEVER_NS, .fn = kv_client_on_watch};
     bt_list_init(&c->loads);
     bt_list_init(&c->offers);
     pthread_mutex_init(&c->lock, NULL);
@@ -472,6 +474,7 @@ static void close_all(void *arg)
 {
     struct kv_client *c = arg;
 
+    bt_net_timer_stop(&c->watch);
     bt_list_for_each_safe (it, &c->links.all) {
         kv_link_close(BT_LIST_ENTRY(it, struct kv_link, link), BT_E_CANCELLED, "stopping");
     }

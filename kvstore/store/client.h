@@ -6,10 +6,11 @@
  * has gone until it is loaded shortens the load (n_good).
  * load: each block from the holder that has least to do in this load, all of them at once, layer by
  * layer; bytes are checked before they are placed. A block that one holder misses, damages or takes
- * into its death is asked of the next one; when none is left the run ends before it.
- * offer: the block is copied out of its pages on the thread "store-put" and put to its owners:
- * `replicas` live daemons by consistent hashing (kvstore/block/ring.h). Bounded: with the queue
- * full or no daemon there, nothing is wanted; wake the engine when daemons have become known.
+ * into its death is asked of the next one, and so is what a holder owes that has fallen silent;
+ * when none is left the run ends before it. offer: the block is copied out of its pages on the
+ * thread "store-put" and put to its owners: `replicas` live daemons by consistent hashing
+ * (kvstore/block/ring.h). Bounded: with the queue full or no daemon there, nothing is wanted; wake
+ * the engine when daemons have become known.
  *
  * Threads: the net's ("xfer"), "store-put"; the index's "redis-get" finishes look-ups. */
 #ifndef KV_STORE_CLIENT_H
@@ -31,6 +32,8 @@ struct kv_client_cfg {
     uint64_t silence_ns;          /* 3 s */
     uint64_t load_limit_ns;       /* 10 s: a load that takes longer is given up, and so is a daemon
                                      that ends none of its puts in that time */
+    uint64_t stall_ns;            /* 500 ms: a holder that says nothing at all for that long, asked
+                                     whether it lives, is not waited for by loads */
     uint64_t staging_bytes;       /* 64 MiB: blocks on their way to the daemons */
 };
 
@@ -39,6 +42,7 @@ struct kv_client_stats {
     uint64_t loads, loaded_blocks, loaded_bytes;
     uint64_t failovers;               /* blocks asked of another holder */
     uint64_t lost;                    /* blocks that ended a run: no holder was left */
+    uint64_t stalls;                  /* holders that were not waited for any longer */
     uint64_t bad;                     /* checksums that did not match */
     uint64_t offers, puts, put_bytes; /* taken; copies that daemons have now */
     uint64_t refused;                 /* copies that daemons did not take */

@@ -1,4 +1,5 @@
-/* Private to the store's client: client.c (life, find, dispatch), client_load.c, client_put.c. */
+/* Private to the store's client: client.c (life, find, dispatch), client_load.c, client_stall.c,
+ * client_put.c. */
 #ifndef KV_STORE_CLIENT_INT_H
 #define KV_STORE_CLIENT_INT_H
 
@@ -46,6 +47,7 @@ struct kv_client {
     struct bt_list loads; /* net: struct pull.link */
     char *bufs[8];        /* net: of a layer each, the last used on top: still in the cache */
     uint32_t n_bufs;
+    struct bt_net_timer watch; /* net: looks after holders while loads wait for them */
 
     pthread_mutex_t lock;  /* what follows */
     pthread_cond_t cond;   /* store-put: work, slots, stop */
@@ -66,6 +68,9 @@ struct kv_client {
 struct server {
     struct bt_list fetches;  /* struct fetch.link */
     struct bt_list puts;     /* struct copy.link */
+    uint32_t n_quiet;        /* looks in a row without a word from it, while fetches wait */
+    uint64_t look_ns;        /* the last one */
+    bool stalled;            /* at look_ns; until it says something */
     uint32_t n_sent, window; /* puts that it knows of, and how many it may */
     uint64_t put_ns;         /* of n_sent: since when none has come to its end */
 };
@@ -100,6 +105,9 @@ void kv_client_on_data(struct kv_client *c,
 /* True if there is more to do at once. */
 bool kv_client_pump_loads(struct kv_client *c, size_t *budget);
 bool kv_client_pump_puts(struct kv_client *c, size_t *budget);
+
+/* client_stall.c */
+void kv_client_on_watch(struct bt_net_timer *t);
 
 /* client_put.c */
 bool kv_client_offer(struct kv_source *src, const struct kv_offer *o);

@@ -8,66 +8,14 @@
  * any more.
  *
  * Net's thread, except kv_client_load and kv_client_load_cancel. */
-#include "kvstore/store/client_int.h"
+#include "kvstore/store/client_load_int.h"
 
 #include "common/base/buf.h"
 #include "common/obs/log.h"
 
 #include <stdlib.h>
 
-#define READ_BYTES   (16u << 20) /* of a client, that are not back */
-#define MAX_PARTNERS 64          /* holders of one load that are told apart */
-
-struct block {
-    uint8_t tried;                  /* holders, as bits */
-    const struct bt_member *member; /* who is asked */
-    struct fetch *fetch;            /* NULL: not yet, or no longer */
-    uint32_t item;                  /* in it */
-    bool have, reading;
-    uint32_t layer;    /* layers below it are placed */
-    uint64_t *places;  /* [2 * n_layers]: offset and sum of each */
-    char *buf;         /* of the layer that comes in */
-    size_t offset;     /* bytes of it that are in */
-    uint32_t in_layer; /* message: the layer that comes in */
-};
-
-struct fetch {
-    struct bt_list link; /* server.fetches */
-    struct pull *pull;
-    struct kv_link *l;
-    const struct bt_member *member;
-    uint64_t req;
-    enum bt_net_method method;
-    bool sent;
-    uint32_t n_items, n_left;
-    uint32_t idx[WIRE_STORE_MAX_ITEMS];
-};
-
-struct pull {
-    struct bt_list link; /* kv_client.loads */
-    struct kv_client *client;
-    struct kv_load *load;
-    struct seek *seek;
-    struct bt_msg start_msg, cancel_msg;
-    bool cancelled; /* [client.lock] cancel_msg is under way, or was handled */
-    bool cancel_seen, ending;
-    bool again; /* blocks wait for room at their holder, and some may be there now */
-    uint32_t n, n_good;
-    uint32_t cur;    /* layers below it are placed for all of n_good */
-    uint32_t n_past; /* of n_good, that have layer cur */
-    uint32_t n_ops, n_fetches;
-    uint64_t start_ns, bytes;
-    struct bt_net_timer limit;
-    struct {
-        const struct bt_member *member;
-        uint32_t n;
-    } partners[MAX_PARTNERS];
-    uint32_t n_partners;
-    struct block blocks[];
-};
-
-static void check_over(struct pull *p);
-static void fail_block(struct pull *p, uint32_t i);
+#define READ_BYTES (16u << 20) /* of a client, that are not back */
 
 /* ---- buffers of a layer ---- */
 
@@ -88,7 +36,7 @@ static void buf_put(struct kv_client *c, struct block *b)
 
 /* ---- the end of a fetch ---- */
 
-static void release(struct fetch *f)
+void kv_fetch_release(struct fetch *f)
 {
     struct wire_store m = {.type = WIRE_STORE_RELEASE, .req = f->req};
 
@@ -117,7 +65,7 @@ static void leave_fetch(struct pull *p, struct block *b)
     b->places = NULL;
     buf_put(p->client, b);
     if (f && --f->n_left == 0) {
-        release(f);
+        kv_fetch_release(f);
     }
 }
 
@@ -177,7 +125,7 @@ static void measure(struct pull *p)
                      __ATOMIC_RELAXED);
 }
 
-static void check_over(struct pull *p)
+void kv_pull_check_over(struct pull *p)
 {
     struct kv_client *c = p->client;
     struct kv_load *l = p->load;
@@ -221,7 +169,7 @@ static void take_layer(struct pull *p, uint32_t i, uint64_t sum)
     if (kv_blob_sum(b->buf, shape->layer_bytes) != sum) {
         count(&p->client->stats.bad, 1);
         BT_WARN("store_checksum", "peer=%s layer=%u", b->fetch->l->name, b->layer);
-        fail_block(p, i);
+        kv_pull_fail_block(p, i);
         return;
     }
     kv_blob_scatter(p->load->pool, p->load->pages + (size_t)i * block_pages, shape->block_tokens,
@@ -235,7 +183,7 @@ static void take_layer(struct pull *p, uint32_t i, uint64_t sum)
         leave_fetch(p, b);
     }
     tell(p);
-    check_over(p);
+    kv_pull_check_over(p);
 }
 
 /* ---- who is asked ---- */
@@ -341,11 +289,11 @@ static bool start_fetch(struct pull *p, const struct bt_member *m, uint32_t *fro
             continue;
         }
         if (!f) {
-            l = kv_client_dial(p->client, m);
+            l = kv_client_dial_holder(p->client, m);
             f = l ? bt_calloc(1, sizeof(*f)) : NULL;
             if (!f) {
                 *from = i + 1;
-                fail_block(p, i);
+                kv_pull_fail_block(p, i);
                 return true;
             }
         }
@@ -388,13 +336,13 @@ static void start_fetches(struct pull *p)
 }
 
 /* The holder has failed it: the next one, or the run ends here. */
-static void fail_block(struct pull *p, uint32_t i)
+void kv_pull_fail_block(struct pull *p, uint32_t i)
 {
     struct block *b = &p->blocks[i];
 
     leave_fetch(p, b);
     if (i >= p->n_good || p->ending) {
-        check_over(p);
+        kv_pull_check_over(p);
         return;
     }
     b->member = NULL;
@@ -409,7 +357,7 @@ static void fail_block(struct pull *p, uint32_t i)
         cut(p, i);
     }
     p->n_ops--;
-    check_over(p);
+    kv_pull_check_over(p);
 }
 
 /* ---- what comes in ---- */
@@ -515,7 +463,7 @@ void kv_client_on_miss(struct kv_client *c, struct kv_link *l, const struct wire
         memcpy(key.b, f->pull->seek->blocks[i].key.b, sizeof(key.b));
         bt_blockmap_disown(c->cfg.blockmap, &key, f->member->name, f->member->incarnation);
     }
-    fail_block(f->pull, i);
+    kv_pull_fail_block(f->pull, i);
 }
 
 void kv_client_on_data(struct kv_client *c,
@@ -538,7 +486,7 @@ void kv_client_on_data(struct kv_client *c,
     if (!b->buf) {
         b->buf = buf_get(c);
         if (!b->buf) {
-            fail_block(f->pull, f->idx[m->item]);
+            kv_pull_fail_block(f->pull, f->idx[m->item]);
             return;
         }
     }
@@ -582,13 +530,13 @@ void kv_client_loads_closed(struct kv_client *c, struct server *s)
             struct block *b = &p->blocks[f->idx[i]];
 
             if (b->fetch == f && b->item == i) {
-                fail_block(p, f->idx[i]);
+                kv_pull_fail_block(p, f->idx[i]);
             }
         }
         BT_BUG_ON(f->n_left != 1);
-        release(f);
+        kv_fetch_release(f);
         p->n_ops--;
-        check_over(p);
+        kv_pull_check_over(p);
     }
 }
 
@@ -620,7 +568,7 @@ static void on_read(void *arg, int rc)
     free(r);
     if (i >= p->n_good) { /* given up meanwhile */
         leave_fetch(p, b);
-        check_over(p);
+        kv_pull_check_over(p);
     } else if (rc == BT_OK && b->offset == p->client->cfg.shape.layer_bytes) {
         take_layer(p, i, b->places[2 * b->layer + 1]);
     }
@@ -656,7 +604,7 @@ static bool read_piece(struct pull *p, struct block *b, size_t *budget)
     }
     if (!r || !b->buf) {
         free(r);
-        fail_block(p, (uint32_t)(b - p->blocks));
+        kv_pull_fail_block(p, (uint32_t)(b - p->blocks));
         return false;
     }
     *r = (struct reading){p, (uint32_t)(b - p->blocks), l,
@@ -683,7 +631,7 @@ static void ask_again(struct kv_client *c)
             p->n_ops++;
             start_fetches(p);
             p->n_ops--;
-            check_over(p);
+            kv_pull_check_over(p);
         }
     }
 }
@@ -718,7 +666,7 @@ static void on_limit(struct bt_net_timer *t)
     BT_WARN("store_load", "blocks=%u layers=%u msg=\"takes too long, given up\"", p->n_good,
             p->cur);
     cut(p, 0);
-    check_over(p);
+    kv_pull_check_over(p);
 }
 
 static void on_start(struct bt_msg *msg, void *consumer)
@@ -737,7 +685,7 @@ static void on_start(struct bt_msg *msg, void *consumer)
     p->n_ops++; /* ours: the pull stays until all are asked */
     start_fetches(p);
     p->n_ops--;
-    check_over(p);
+    kv_pull_check_over(p);
 }
 
 static void on_cancel(struct bt_msg *msg, void *consumer)
@@ -746,7 +694,7 @@ static void on_cancel(struct bt_msg *msg, void *consumer)
 
     p->cancel_seen = true;
     cut(p, 0);
-    check_over(p);
+    kv_pull_check_over(p);
 }
 
 void kv_client_load(struct kv_source *src, struct kv_load *l)

@@ -1,4 +1,5 @@
 """The store path: prefill and decode nodes that never connect, daemons that die, drain and fill up."""
+import signal
 import threading
 
 import pytest
@@ -125,8 +126,9 @@ def test_daemon_without_memory(cluster):
     assert c.status("store-0").relay_refused == 1
 
 
-SHARING = ["--store.enabled=on", "--engine.bring=always", "--tier.host_bytes=64M",
-           "--redis.lookup_timeout=1s"]  # a loaded machine answers late
+SHARED = ["--store.enabled=on", "--engine.bring=always", "--tier.host_bytes=64M",
+          "--redis.lookup_timeout=1s"]
+SHARING = [*SHARED, "--store.stall=10s"]  # a loaded machine answers late
 
 
 def sharing(cluster, kvstore, **kw):
@@ -218,6 +220,40 @@ def test_daemon_lost(cluster, replicas):
     assert cached(a) == 7 * 128 if replicas == 2 else cached(a) < 7 * 128
 
 
+@pytest.mark.parametrize("met", [False, True])
+def test_daemon_frozen(cluster, met):
+    """A daemon that has the blocks and is stopped, called before or not: the prompt is computed after all.
+    Nothing else would end the wait in time: the engine brings always, and silence may be long."""
+    c = cluster(prefill=0, decode=1, role="both", kvstore=1, node_args=SHARING)
+    c.allow("event=store_stalled", "from=ready to=lost")
+    eventually(lambda: c.status("decode-0").store_daemons == 1, 10, "daemon known")
+    want = {n: ask(c, n, AUTO, n).tokens for n in (1000, 300)}
+    eventually(lambda: c.status("store-0").blocks_announced >= 7 + 2, 20, "blocks announced")
+    other = "decode-9"
+    c.add_node("decode", other, [*SHARED, "--role=both", "--handoff.silence=60s", "--store.stall=300ms"]).wait_ready()
+    eventually(lambda: other in c.ready_nodes() and c.status(other).store_daemons == 1, 10, "all known")
+    c.procs["decode-0"].stop()
+    eventually(lambda: "decode-0" not in c.ready_nodes(), 10, "router knows")
+    if met:
+        assert ask(c, 300, AUTO, 300).tokens == want[300]
+        assert c.status(other).store_loaded == 2
+    before = c.status(other)
+    c.procs["store-0"].signal(signal.SIGSTOP)
+    try:
+        a = ask(c, 1000, AUTO, 1000)
+        assert a.tokens == want[1000] and cached(a) == 0
+        s = c.status(other)
+        assert s.store_loaded == before.store_loaded and s.loads_short == before.loads_short + 1
+        assert s.tokens_computed - before.tokens_computed >= 1000 + 24 - 1
+        log = c.procs[other].log.read_text()
+        assert log.count("event=store_stalled") == 1 and "event=store_load" not in log
+        # The next one does not even wait.
+        assert ask(c, 300, AUTO, 300).tokens == want[300]
+        assert c.procs[other].log.read_text().count("event=store_stalled") == 1
+    finally:
+        c.procs["store-0"].signal(signal.SIGCONT)
+
+
 N_PROMPTS = 20
 
 
@@ -262,7 +298,7 @@ def test_TIER_05_daemon_restarts_with_its_disk(cluster, tmp_path):
 
 def test_what_passes_is_kept(cluster):
     """The store path leaves the prompt's blocks in the daemon: hits for a node that never saw them."""
-    c = cluster(prefill=1, decode=1, kvstore=1, decode_args=SHARING, prefill_args=["--engine.prefix_cache=on"])
+    c = cluster(prefill=1, decode=1, kvstore=1, decode_args=[*SHARING, "--store.replicas=0"])
     want = ask(c, 1000).tokens
     eventually(lambda: c.status("store-0").blocks_announced >= 7, 10, "blocks announced")
     assert c.status("store-0").store_kept == 7
