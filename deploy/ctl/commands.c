@@ -8,7 +8,7 @@ const char *const ctl_exit_texts[CTL_EXIT_COUNT] = {
     "who would have to do it cannot be reached",
     "not done within --timeout",
     "no such node, request or workload",
-    "denied: token or rights",
+    "denied: token, rights or certificate",
 };
 
 static const char *const outputs[] = {"table", "json", NULL};
@@ -78,6 +78,11 @@ const struct ctl_option ctl_options[] = {
      .value = "FILE",
      .help = "Kubernetes, by this file (default: the pod's own service account, $KUBECONFIG, "
              "~/.kube/config)"},
+    {.name = "service-account",
+     .kind = CTL_K_TEXT,
+     .offset = AT(service_account),
+     .value = "FOLDER",
+     .help = "Kubernetes: folder with token, ca.crt and namespace (default: the pod's own)"},
     {.name = "context",
      .kind = CTL_K_TEXT,
      .offset = AT(context),
@@ -135,7 +140,7 @@ const struct ctl_option ctl_options[] = {
 };
 const size_t ctl_n_options = BT_ARRAY_LEN(ctl_options);
 
-#define KUBE "kubeconfig context namespace workload kind"
+#define KUBE "kubeconfig service-account context namespace workload kind"
 
 const struct ctl_command ctl_commands[] = {
     {.name = "generate",

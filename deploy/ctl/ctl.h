@@ -36,7 +36,8 @@ struct ctl_args {
     size_t n_words;
     const char *router, *node, *prompt;
     bool router_given;
-    const char *supervisor, *kubeconfig, *context, *ns, *workload, *kind; /* where pools are */
+    const char *supervisor, *kubeconfig, *service_account, *context, *ns, *workload,
+        *kind; /* where pools are */
     const char *binary, *image, *version;
     int64_t percent, replicas; /* percent: -1 = not given */
     bool chat, help, wait, dry_run;

@@ -13,7 +13,7 @@ static bool is_kube(const struct ctl_args *a)
 {
     char buf[108];
 
-    if (a->kubeconfig || a->context || a->ns) {
+    if (a->kubeconfig || a->service_account || a->context || a->ns) {
         return true;
     }
     return !a->supervisor && getenv("KUBERNETES_SERVICE_HOST") &&

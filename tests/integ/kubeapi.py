@@ -1,0 +1,208 @@
+"""A double of a Kubernetes API server: HTTPS with a CA of its own, bearer tokens and client certificates,
+an RBAC table, and the objects behind statefulsets and deployments with their scale subresource. Answers
+have the shapes that the real server gives: Status objects, resourceVersions, generations."""
+import http.server
+import json
+import re
+import ssl
+import threading
+import time
+
+REASONS = {400: "BadRequest", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound", 405: "MethodNotAllowed",
+           409: "Conflict", 415: "UnsupportedMediaType", 422: "Invalid", 429: "TooManyRequests", 500: "InternalError",
+           503: "ServiceUnavailable"}
+PATH = re.compile(r"^/apis/apps/v1/namespaces/(?P<ns>[a-z0-9-]+)/(?P<resource>statefulsets|deployments)/"
+                  r"(?P<name>[a-z0-9-]+)(?P<sub>/scale)?$")
+VERBS = {"GET": "get", "PUT": "update", "PATCH": "patch"}
+
+
+class Failure(Exception):
+    def __init__(self, code, message, headers=(), **details):
+        self.code, self.message, self.headers, self.details = code, message, headers, details
+
+
+class ApiServer:
+    """users: {token or certificate CN: name}; rules: {name: [(verb, resource, namespace)]}."""
+
+    def __init__(self, authority, client_authority=None, users=None, rules=None):
+        self.users, self.rules = users or {}, rules or {}
+        self.objects, self.requests, self.faults, self.on_write = {}, [], [], None
+        self.lock = threading.Lock()
+        self.version = 1000
+        cert, key = authority.issue("kube-apiserver", san="DNS:localhost,IP:127.0.0.1")
+        ctx = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        ctx.load_cert_chain(cert, key)
+        if client_authority:
+            ctx.load_verify_locations(client_authority.ca)
+            ctx.verify_mode = ssl.CERT_OPTIONAL
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *args):
+                pass
+
+            def do(self):
+                outer.handle(self)
+            do_GET = do_PUT = do_PATCH = do_POST = do_DELETE = do
+
+        class Server(http.server.ThreadingHTTPServer):
+            daemon_threads = True
+
+            def finish_request(self, request, client_address):
+                try:
+                    request = ctx.wrap_socket(request, server_side=True)
+                    super().finish_request(request, client_address)
+                    request.unwrap()
+                except (ssl.SSLError, OSError):
+                    pass
+
+            def handle_error(self, *args):
+                pass
+
+        self.httpd = Server(("127.0.0.1", 0), Handler)
+        self.port = self.httpd.server_address[1]
+        self.thread = threading.Thread(target=self.httpd.serve_forever, kwargs={"poll_interval": 0.05})
+        self.thread.start()
+
+    @property
+    def url(self):
+        return f"https://127.0.0.1:{self.port}"
+
+    def close(self):
+        self.httpd.shutdown()
+        self.thread.join()
+        self.httpd.server_close()
+
+    # --- objects
+
+    def add(self, resource, name, replicas, ns="llm", image="baton:1"):
+        self.version += 1
+        self.objects[ns, resource, name] = {
+            "apiVersion": "apps/v1", "kind": {"statefulsets": "StatefulSet", "deployments": "Deployment"}[resource],
+            "metadata": {"name": name, "namespace": ns, "uid": f"uid-{self.version}", "generation": 1,
+                         "resourceVersion": str(self.version), "annotations": {}},
+            "spec": {"replicas": replicas,
+                     **({"updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}}}
+                        if resource == "statefulsets" else {}),
+                     "template": {"spec": {"containers": [{"name": "node", "image": image}]}}},
+            "status": {"observedGeneration": 1, "replicas": replicas, "readyReplicas": replicas}}
+
+    def replicas(self, name, resource="statefulsets", ns="llm"):
+        return self.objects[ns, resource, name]["spec"]["replicas"]
+
+    def touch(self, o):
+        self.version += 1
+        o["metadata"]["resourceVersion"] = str(self.version)
+
+    def settle(self, name, resource="statefulsets", ns="llm"):
+        """What the controller and the kubelets do."""
+        with self.lock:
+            o = self.objects[ns, resource, name]
+            n = o["spec"]["replicas"]
+            o["status"] = {"observedGeneration": o["metadata"]["generation"], "replicas": n, "updatedReplicas": n}
+            if n:
+                o["status"]["readyReplicas"] = n  # zero is left out, as the real one does
+            self.touch(o)
+
+    def scale_of(self, o):
+        return {"kind": "Scale", "apiVersion": "autoscaling/v1",
+                "metadata": {k: o["metadata"][k] for k in ("name", "namespace", "uid", "resourceVersion")},
+                "spec": {"replicas": o["spec"]["replicas"]},
+                "status": {"replicas": o["status"]["replicas"], "selector": "app=x"}}
+
+    # --- requests
+
+    def user_of(self, h):
+        auth = h.headers.get("Authorization", "")
+        if auth.startswith("Bearer "):
+            if auth[7:] not in self.users:
+                raise Failure(401, "Unauthorized")
+            return self.users[auth[7:]]
+        cert = h.connection.getpeercert()
+        cn = dict(x[0] for x in cert["subject"]).get("commonName") if cert else None
+        if cn in self.users:
+            return self.users[cn]
+        return "system:anonymous"
+
+    def authorize(self, user, verb, m):
+        resource = m["resource"] + (m["sub"] or "")
+        if (verb, resource, m["ns"]) not in self.rules.get(user, ()):
+            raise Failure(403, f'{m["resource"]}.apps "{m["name"]}" is forbidden: User "{user}" cannot {verb} resource '
+                               f'"{resource}" in API group "apps" in the namespace "{m["ns"]}"', name=m["name"])
+
+    def handle(self, h):
+        body = h.rfile.read(int(h.headers.get("Content-Length") or 0))
+        try:
+            with self.lock:
+                self.requests.append((h.command, h.path))
+                out = self.answer(h, body)
+            self.send(h, 200, out)
+        except Failure as e:
+            self.send(h, e.code, {
+                "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": e.message,
+                "reason": REASONS[e.code], "details": e.details, "code": e.code}, e.headers)
+
+    def send(self, h, code, doc, headers=()):
+        data = doc if isinstance(doc, bytes) else json.dumps(doc).encode()
+        h.send_response(code)
+        h.send_header("Content-Type", "application/json")
+        h.send_header("Content-Length", str(len(data)))
+        for k, v in headers:
+            h.send_header(k, v)
+        h.end_headers()
+        h.wfile.write(data)
+
+    def answer(self, h, body):
+        user = self.user_of(h)
+        if self.faults:
+            fault = self.faults.pop(0)
+            if isinstance(fault, Failure):
+                raise fault
+            if isinstance(fault, bytes):
+                return fault
+            time.sleep(fault)
+        m = PATH.match(h.path)
+        if not m:
+            raise Failure(403 if user == "system:anonymous" else 404, "the server could not find the requested resource")
+        verb = VERBS.get(h.command)
+        if not verb:
+            raise Failure(405, "the server does not allow this method on the requested resource")
+        self.authorize(user, verb, m)
+        o = self.objects.get((m["ns"], m["resource"], m["name"]))
+        if o is None:
+            raise Failure(404, f'{m["resource"]}.apps "{m["name"]}" not found', name=m["name"], group="apps",
+                          kind=m["resource"])
+        if verb == "get":
+            return self.scale_of(o) if m["sub"] else o
+        if self.on_write:
+            hook, self.on_write = self.on_write, None
+            hook(o)
+        if verb == "patch":
+            return self.patch(h, o, body)
+        return self.put_scale(h, o, m, body)
+
+    def put_scale(self, h, o, m, body):
+        if not m["sub"]:
+            raise Failure(405, "whole objects are not written here")
+        if h.headers.get("Content-Type") != "application/json":
+            raise Failure(415, "the body of the request was in an unknown format")
+        doc = json.loads(body)
+        if doc.get("kind") != "Scale" or doc.get("apiVersion") != "autoscaling/v1":
+            raise Failure(400, "the API version in the data does not match the expected API version")
+        meta = doc["metadata"]
+        if meta["name"] != m["name"] or meta["namespace"] != m["ns"]:
+            raise Failure(400, "the name of the object does not match the name on the URL")
+        if meta.get("resourceVersion") not in (None, o["metadata"]["resourceVersion"]):
+            raise Failure(409, f'Operation cannot be fulfilled on {m["resource"]}.apps "{m["name"]}": the object has been '
+                               "modified; please apply your changes to the latest version and try again")
+        n = doc["spec"].get("replicas", 0)
+        if n < 0:
+            raise Failure(422, f'Scale.autoscaling "{m["name"]}" is invalid: spec.replicas: Invalid value: {n}: must be '
+                               "greater than or equal to 0")
+        if n != o["spec"]["replicas"]:
+            o["spec"]["replicas"] = n
+            o["metadata"]["generation"] += 1
+        self.touch(o)
+        return self.scale_of(o)
