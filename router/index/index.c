@@ -1,25 +1,18 @@
 /* See index.h. A slot's key is the fingerprint times an odd number (a bijection), so that
- * fingerprints of any origin spread over segments and slots. Inside a segment all keys ascend and
- * every key stands at or behind its home with no free slot in between: a search ends at the first
- * larger key, a rebuild is one pass. */
+ * fingerprints of any origin spread over the table, which is in table.c. */
 #include "router/index/index.h"
 
 #include "common/base/buf.h"
 #include "common/ds/map.h"
+#include "router/index/table.h"
 
 #include <stdlib.h>
 
-#define SEGMENT_BITS 8
-#define N_SEGMENTS   (1u << SEGMENT_BITS)
-#define SLACK        32u /* slots behind the last home */
-#define CAP_MIN      16u
-#define CAP_MAX      (1u << 30)
-#define LOAD_NUM     85u /* most: 85 % */
-#define AHEAD        16u
-#define MIX          0x9e3779b97f4a7c15ull
-#define INLINE       4u
-#define LINE_SLOTS   4u
-#define WINDOW       64u /* blocks that are looked up together */
+#define AHEAD  16u
+#define MIX    0x9e3779b97f4a7c15ull
+#define INLINE RT_SLOT_ENTRIES
+#define WINDOW 64u  /* blocks that are looked up together */
+#define PIECES 256u /* of the keys, swept one at a time */
 
 #define GUESS    (1u << RT_INDEX_TIERS)
 #define ALL_BITS 15u
@@ -27,22 +20,6 @@
 #define MANY     0xfff0u /* e[0] of a slot whose views are in an array */
 
 /* An entry is view << 4 | bits; bits 0 = no entry. */
-struct slot {
-    uint64_t key; /* 0 = free */
-    union {
-        uint16_t e[INLINE];
-        struct {
-            uint16_t many, pad;
-            uint32_t idx;
-        };
-    };
-};
-_Static_assert(sizeof(struct slot) == 16, "bytes per entry");
-
-struct segment {
-    struct slot *slots; /* [cap + SLACK] */
-    uint32_t cap, n;
-};
 
 struct set {
     uint16_t *e;
@@ -62,7 +39,7 @@ struct view {
 };
 
 struct rt_index {
-    struct segment segs[N_SEGMENTS];
+    struct rt_table table;
     struct set *sets;
     uint32_t n_sets, cap_sets, free_set; /* free_set: index + 1 */
     struct view *views;                  /* [RT_VIEWS_MAX] */
@@ -73,8 +50,8 @@ struct rt_index {
     uint32_t *holes; /* blocks of the last look-up that no shared view has, ascending */
     size_t n_holes, cap_holes;
     uint32_t looked;   /* blocks in which something went on */
-    uint32_t sweep_at; /* segment */
-    uint64_t n_rounds; /* sweeps over all segments that have begun */
+    uint32_t sweep_at; /* piece */
+    uint64_t n_rounds; /* sweeps over all pieces that have begun */
     uint64_t n_entries, set_bytes;
 };
 
@@ -89,7 +66,7 @@ int rt_index_create(struct rt_index **ret_index, struct bt_err *err)
         x->views = bt_calloc(RT_VIEWS_MAX, sizeof(*x->views));
         x->runs = bt_calloc(RT_VIEWS_MAX, sizeof(*x->runs));
     }
-    if (!x || !x->views || !x->runs) {
+    if (!x || !x->views || !x->runs || rt_table_init(&x->table) < 0) {
         rt_index_destroy(x);
         return BT_FAIL(err, BT_E_NOMEM, "router index: no memory");
     }
@@ -102,9 +79,7 @@ void rt_index_destroy(struct rt_index *x)
     if (!x) {
         return;
     }
-    for (uint32_t i = 0; i < N_SEGMENTS; i++) {
-        free(x->segs[i].slots);
-    }
+    rt_table_fini(&x->table);
     for (uint32_t i = 0; i < x->n_sets; i++) {
         free(x->sets[i].e);
     }
@@ -116,147 +91,16 @@ void rt_index_destroy(struct rt_index *x)
     free(x);
 }
 
-/* ---- segments ---- */
-
 static uint64_t key_of(uint64_t fp)
 {
     uint64_t key = fp * MIX;
 
-    return key ? key : 1;
-}
-
-static struct segment *segment_of(struct rt_index *x, uint64_t key)
-{
-    return &x->segs[key >> (64 - SEGMENT_BITS)];
-}
-
-/* The first slot of a cache line, so that most searches read one. */
-static uint32_t home(const struct segment *s, uint64_t key)
-{
-    return (uint32_t)((key << SEGMENT_BITS >> 32) * s->cap >> 32) & ~(LINE_SLOTS - 1);
-}
-
-/* Where key is, or would go, if that is not before slot i. The segment has slots. */
-static uint32_t place_from(const struct segment *s, uint64_t key, uint32_t i)
-{
-    uint32_t end = s->cap + SLACK;
-
-    while (i < end && s->slots[i].key != 0 && s->slots[i].key < key) {
-        i++;
-    }
-    return i;
-}
-
-static uint32_t place(const struct segment *s, uint64_t key)
-{
-    return place_from(s, key, home(s, key));
-}
-
-static struct slot *find(struct rt_index *x, uint64_t key)
-{
-    struct segment *s = segment_of(x, key);
-    uint32_t i;
-
-    if (!s->slots) {
-        return NULL;
-    }
-    i = place(s, key);
-    return i < s->cap + SLACK && s->slots[i].key == key ? &s->slots[i] : NULL;
-}
-
-/* False: the slack behind the last home is not enough for these keys. */
-static bool refill(struct segment *to, const struct segment *from)
-{
-    uint32_t at = 0;
-
-    for (uint32_t i = 0; from->slots && i < from->cap + SLACK; i++) {
-        if (from->slots[i].key != 0) {
-            at = BT_MAX(at, home(to, from->slots[i].key));
-            if (at >= to->cap + SLACK) {
-                return false;
-            }
-            to->slots[at++] = from->slots[i];
-        }
-    }
-    return true;
-}
-
-/* Zeroed, aligned to cache lines. */
-static struct slot *make_slots(uint32_t cap)
-{
-    size_t bytes = BT_DIV_UP((size_t)cap + SLACK, LINE_SLOTS) * BT_CACHE_LINE;
-    void *p = aligned_alloc(BT_CACHE_LINE, bytes);
-
-    return p ? memset(p, 0, bytes) : NULL;
-}
-
-static int resize(struct segment *s, uint32_t cap)
-{
-    struct segment to = {.n = s->n};
-
-    for (;; cap += cap / 2) {
-        if (cap > CAP_MAX) {
-            return BT_E_NOMEM;
-        }
-        to.cap = BT_MAX(cap, CAP_MIN);
-        to.slots = make_slots(to.cap);
-        if (!to.slots) {
-            return BT_E_NOMEM;
-        }
-        if (refill(&to, s)) {
-            break;
-        }
-        free(to.slots);
-    }
-    free(s->slots);
-    *s = to;
-    return BT_OK;
-}
-
-/* The slot of key, made if it is missing. */
-static struct slot *obtain(struct rt_index *x, uint64_t key)
-{
-    struct segment *s = segment_of(x, key);
-
-    if (!s->slots && resize(s, CAP_MIN) < 0) {
-        return NULL;
-    }
-    for (;;) {
-        uint32_t i = place(s, key), end = s->cap + SLACK, hole;
-
-        if (i < end && s->slots[i].key == key) {
-            return &s->slots[i];
-        }
-        for (hole = i; hole < end && s->slots[hole].key != 0; hole++) {
-        }
-        if (hole < end && (uint64_t)(s->n + 1) * 100 <= (uint64_t)s->cap * LOAD_NUM) {
-            memmove(&s->slots[i + 1], &s->slots[i], (hole - i) * sizeof(*s->slots));
-            s->slots[i] = (struct slot){.key = key};
-            s->n++;
-            return &s->slots[i];
-        }
-        if (resize(s, s->cap + s->cap / 5 + 4) < 0) {
-            return NULL;
-        }
-    }
-}
-
-static void take_out(struct rt_index *x, struct slot *slot)
-{
-    struct segment *s = segment_of(x, slot->key);
-    uint32_t i = (uint32_t)(slot - s->slots), end = i + 1;
-
-    while (end < s->cap + SLACK && s->slots[end].key != 0 && home(s, s->slots[end].key) < end) {
-        end++;
-    }
-    memmove(&s->slots[i], &s->slots[i + 1], (end - i - 1) * sizeof(*s->slots));
-    s->slots[end - 1] = (struct slot){0};
-    s->n--;
+    return key - 1 < UINT64_MAX - 2 ? key : key ? key - 1 : 1; /* neither 0 nor the largest */
 }
 
 /* ---- the views of a slot ---- */
 
-static uint16_t *entries(const struct rt_index *x, struct slot *slot, uint32_t *ret_n)
+static uint16_t *entries(const struct rt_index *x, struct rt_slot *slot, uint32_t *ret_n)
 {
     if (slot->many == MANY) {
         *ret_n = x->sets[slot->idx].n;
@@ -314,7 +158,7 @@ static void free_set(struct rt_index *x, uint32_t idx)
 }
 
 /* Moves the four entries of a full slot into an array. */
-static int spread(struct rt_index *x, struct slot *slot)
+static int spread(struct rt_index *x, struct rt_slot *slot)
 {
     uint32_t idx;
 
@@ -334,7 +178,7 @@ static int spread(struct rt_index *x, struct slot *slot)
 }
 
 /* Few are left: back into the slot. */
-static void gather(struct rt_index *x, struct slot *slot)
+static void gather(struct rt_index *x, struct rt_slot *slot)
 {
     uint32_t idx = slot->idx, n = x->sets[idx].n;
     uint16_t e[INLINE] = {0};
@@ -344,7 +188,7 @@ static void gather(struct rt_index *x, struct slot *slot)
     memcpy(slot->e, e, sizeof(e));
 }
 
-static uint16_t *entry_of(const struct rt_index *x, struct slot *slot, uint16_t view)
+static uint16_t *entry_of(const struct rt_index *x, struct rt_slot *slot, uint16_t view)
 {
     uint32_t n;
     uint16_t *e = entries(x, slot, &n);
@@ -357,7 +201,7 @@ static uint16_t *entry_of(const struct rt_index *x, struct slot *slot, uint16_t 
     return NULL;
 }
 
-static int add_entry(struct rt_index *x, struct slot *slot, uint16_t entry)
+static int add_entry(struct rt_index *x, struct rt_slot *slot, uint16_t entry)
 {
     struct set *set;
 
@@ -382,13 +226,13 @@ static int add_entry(struct rt_index *x, struct slot *slot, uint16_t entry)
     return BT_OK;
 }
 
-static bool is_empty(const struct slot *slot)
+static bool is_empty(const struct rt_slot *slot)
 {
     return slot->many != MANY && !((slot->e[0] | slot->e[1] | slot->e[2] | slot->e[3]) & ALL_BITS);
 }
 
 /* The entry is one of the slot's. */
-static void drop_entry(struct rt_index *x, struct slot *slot, uint16_t *e)
+static void drop_entry(struct rt_index *x, struct rt_slot *slot, uint16_t *e)
 {
     x->n_entries--;
     if (slot->many != MANY) {
@@ -406,7 +250,7 @@ static void drop_entry(struct rt_index *x, struct slot *slot, uint16_t *e)
 /* Sets and takes away bits of (key, view). Returns the bits before, or an error. */
 static int change(struct rt_index *x, uint64_t key, uint16_t view, unsigned set, unsigned unset)
 {
-    struct slot *slot = set ? obtain(x, key) : find(x, key);
+    struct rt_slot *slot = set ? rt_table_obtain(&x->table, key) : rt_table_find(&x->table, key);
     uint16_t *e = slot ? entry_of(x, slot, view) : NULL;
     unsigned had = e ? *e & ALL_BITS : 0, now = (had | set) & ~unset;
 
@@ -421,12 +265,12 @@ static int change(struct rt_index *x, uint64_t key, uint16_t view, unsigned set,
         *e = (uint16_t)(view << 4 | now);
     } else if (add_entry(x, slot, (uint16_t)(view << 4 | now)) < 0) {
         if (is_empty(slot)) {
-            take_out(x, slot);
+            rt_table_take_out(&x->table, slot);
         }
         return BT_E_NOMEM;
     }
     if (is_empty(slot)) {
-        take_out(x, slot);
+        rt_table_take_out(&x->table, slot);
     }
     return (int)had;
 }
@@ -436,25 +280,22 @@ static int change(struct rt_index *x, uint64_t key, uint16_t view, unsigned set,
 /* Takes the bits off all entries of the view. Rare: a node has lost a whole tier. */
 static void clear(struct rt_index *x, uint16_t view, unsigned unset)
 {
-    for (uint32_t s = 0; s < N_SEGMENTS; s++) {
-        struct segment *seg = &x->segs[s];
+    struct rt_table *t = &x->table;
 
-        for (uint32_t i = 0; seg->slots && i < seg->cap + SLACK;) {
-            struct slot *slot = &seg->slots[i];
-            uint64_t key = slot->key;
-            uint16_t *e = key ? entry_of(x, slot, view) : NULL;
+    for (uint64_t i = 0; i < t->end;) {
+        struct rt_slot *slot = &t->slots[i];
+        uint16_t *e = slot->key ? entry_of(x, slot, view) : NULL;
 
-            if (e && !(*e & ALL_BITS & ~unset)) {
-                drop_entry(x, slot, e);
-                if (is_empty(slot)) {
-                    take_out(x, slot);
-                    continue; /* another one may have come here */
-                }
-            } else if (e) {
-                *e &= (uint16_t)~unset;
+        if (e && !(*e & ALL_BITS & ~unset)) {
+            drop_entry(x, slot, e);
+            if (is_empty(slot)) {
+                rt_table_take_out(t, slot);
+                continue; /* another one may have come here */
             }
-            i++;
+        } else if (e) {
+            *e &= (uint16_t)~unset;
         }
+        i++;
     }
 }
 
@@ -486,9 +327,7 @@ static int apply_one(struct rt_index *x, uint16_t view, const struct kv_event *e
 /* Inlined by force: as a function of its own it has no effect that a compiler must keep. */
 static inline __attribute__((always_inline)) void fetch(struct rt_index *x, uint64_t key)
 {
-    const struct segment *s = segment_of(x, key);
-
-    __builtin_prefetch(s->slots ? &s->slots[home(s, key)] : NULL);
+    __builtin_prefetch(&x->table.slots[rt_table_home(&x->table, key)]);
 }
 
 int rt_index_apply(struct rt_index *x, uint16_t view, const struct kv_event *ev, size_t n)
@@ -607,7 +446,7 @@ void rt_index_share(struct rt_index *x, uint16_t view, bool shared)
     }
 }
 
-static void sweep_slot(struct rt_index *x, struct slot *slot)
+static void sweep_slot(struct rt_index *x, struct rt_slot *slot)
 {
     uint32_t n;
     uint16_t *e = entries(x, slot, &n);
@@ -635,9 +474,32 @@ static void end_round(struct rt_index *x)
     }
 }
 
+/* Sweeps the keys from..last; others may come and go between two pieces, but keys stay. */
+static void sweep_piece(struct rt_index *x, uint64_t from, uint64_t last)
+{
+    struct rt_table *t = &x->table;
+    uint64_t end = rt_table_home(t, last);
+
+    for (uint64_t i = rt_table_place(t, from, rt_table_home(t, from)); i < t->end;) {
+        struct rt_slot *slot = &t->slots[i];
+
+        if (slot->key > last || (slot->key == 0 && i >= end)) {
+            break;
+        }
+        if (slot->key != 0) {
+            sweep_slot(x, slot);
+            if (is_empty(slot)) {
+                rt_table_take_out(t, slot);
+                continue;
+            }
+        }
+        i++;
+    }
+}
+
 bool rt_index_sweep(struct rt_index *x)
 {
-    struct segment *s = &x->segs[x->sweep_at];
+    const uint64_t piece = UINT64_MAX / PIECES + 1;
 
     if (x->n_closed == 0) {
         return false;
@@ -645,20 +507,9 @@ bool rt_index_sweep(struct rt_index *x)
     if (x->sweep_at == 0) {
         x->n_rounds++;
     }
-    for (uint32_t i = 0; s->slots && i < s->cap + SLACK;) {
-        if (s->slots[i].key != 0) {
-            sweep_slot(x, &s->slots[i]);
-            if (is_empty(&s->slots[i])) {
-                take_out(x, &s->slots[i]);
-                continue;
-            }
-        }
-        i++;
-    }
-    if (s->cap > CAP_MIN && s->n < s->cap / 3) {
-        resize(s, s->n + s->n / 2); /* without memory it stays as large as it is */
-    }
-    x->sweep_at = (x->sweep_at + 1) % N_SEGMENTS;
+    sweep_piece(x, x->sweep_at * piece, x->sweep_at * piece + (piece - 1));
+    rt_table_shrink(&x->table);
+    x->sweep_at = (x->sweep_at + 1) % PIECES;
     if (x->sweep_at == 0) {
         end_round(x);
     }
@@ -708,40 +559,34 @@ static struct rt_run *run_of(struct rt_index *x, uint16_t view, uint32_t i, size
 
 /* Searches the slots of n blocks, the lines of which are on their way. Those that go on behind
  * their line are fetched and finished in a second pass, so that no search waits for memory. */
-static void find_all(struct rt_index *x, const uint64_t *fps, size_t n, struct slot **ret)
+static void find_all(struct rt_index *x, const uint64_t *fps, size_t n, struct rt_slot **ret)
 {
-    uint32_t at[WINDOW], on[WINDOW], n_on = 0;
+    struct rt_table *t = &x->table;
+    uint32_t on[WINDOW], n_on = 0;
 
     for (uint32_t i = 0; i < n; i++) {
         uint64_t key = key_of(fps[i]);
-        struct segment *s = segment_of(x, key);
-        struct slot *line;
+        struct rt_slot *line = &t->slots[rt_table_home(t, key)];
         uint32_t k = 0;
 
-        ret[i] = NULL;
-        if (!s->slots) {
-            continue;
-        }
-        line = &s->slots[home(s, key)];
         /* Behind a free slot (0 - 1 is the largest) all keys are larger: counted without branches,
          * which nobody could predict. */
-        for (uint32_t j = 0; j < LINE_SLOTS; j++) {
+        for (uint32_t j = 0; j < RT_LINE_SLOTS; j++) {
             k += line[j].key - 1 < key - 1;
         }
-        if (k == LINE_SLOTS) {
-            __builtin_prefetch(line + k);
-            at[n_on] = (uint32_t)(line - s->slots) + k;
-            on[n_on++] = i;
-        } else if (line[k].key == key) {
-            ret[i] = &line[k];
+        ret[i] = &line[k];
+        __builtin_prefetch(ret[i]);
+        on[n_on] = i;
+        n_on += k == RT_LINE_SLOTS;
+        if (k < RT_LINE_SLOTS && line[k].key != key) {
+            ret[i] = NULL;
         }
     }
     for (uint32_t j = 0; j < n_on; j++) {
         uint64_t key = key_of(fps[on[j]]);
-        struct segment *s = segment_of(x, key);
-        uint32_t k = place_from(s, key, at[j]);
+        uint64_t k = rt_table_place(t, key, (uint64_t)(ret[on[j]] - t->slots));
 
-        ret[on[j]] = k < s->cap + SLACK && s->slots[k].key == key ? &s->slots[k] : NULL;
+        ret[on[j]] = k < t->end && t->slots[k].key == key ? &t->slots[k] : NULL;
     }
 }
 
@@ -751,7 +596,7 @@ struct met {
     bool shared; /* a shared view has it */
 };
 
-static struct met extend_all(struct rt_index *x, struct slot *slot, uint32_t i, size_t *n_runs)
+static struct met extend_all(struct rt_index *x, struct rt_slot *slot, uint32_t i, size_t *n_runs)
 {
     struct met met = {false, false};
     uint32_t n;
@@ -818,7 +663,7 @@ static void begin_look(struct rt_index *x)
 }
 
 /* Block i; false: nothing goes on behind it. */
-static bool look_at(struct rt_index *x, struct slot *slot, uint32_t i, size_t *n_runs)
+static bool look_at(struct rt_index *x, struct rt_slot *slot, uint32_t i, size_t *n_runs)
 {
     struct met met = {false, false};
 
@@ -834,7 +679,7 @@ static bool look_at(struct rt_index *x, struct slot *slot, uint32_t i, size_t *n
 const struct rt_run *
 rt_index_look(struct rt_index *x, const uint64_t *fps, size_t n, size_t *ret_n_runs)
 {
-    struct slot *slots[WINDOW];
+    struct rt_slot *slots[WINDOW];
     bool on = true;
 
     begin_look(x);
@@ -875,14 +720,9 @@ struct rt_index_stats rt_index_stats(const struct rt_index *x)
                                .views = x->n_open,
                                .closed = x->n_closed};
 
+    s.blocks = x->table.n;
     s.bytes = sizeof(*x) + RT_VIEWS_MAX * (sizeof(*x->views) + sizeof(*x->runs)) +
               x->cap_sets * sizeof(*x->sets) + x->set_bytes +
-              x->guesses.cap * sizeof(*x->guesses.slots);
-    for (uint32_t i = 0; i < N_SEGMENTS; i++) {
-        const struct segment *seg = &x->segs[i];
-
-        s.blocks += seg->n;
-        s.bytes += seg->slots ? (seg->cap + SLACK) * sizeof(*seg->slots) : 0;
-    }
+              x->guesses.cap * sizeof(*x->guesses.slots) + x->table.open;
     return s;
 }

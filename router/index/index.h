@@ -1,10 +1,10 @@
 /* The router's prefix index: which block lies on which node, in which tier.
  *
  * A block is the 64-bit fingerprint of its key. What is known of one node is a view; an entry is
- * (block, view) with a bit for each tier. The table is 256 segments of 16-byte slots, sorted by the
- * mixed fingerprint inside a segment, so that segments grow by a fifth at a time and one after the
- * other: 16 bytes a block at a load of 0.70 to 0.85. A slot holds up to four views itself; blocks
- * on more nodes (shared heads) have an array.
+ * (block, view) with a bit for each tier. The table (table.h) has slots of 16 bytes
+ * sorted by the mixed fingerprint and grows a little at a time: 16 bytes a block at a load of 0.75
+ * to 0.85. A slot holds up to four views itself; blocks on more nodes (shared heads) have an
+ * array.
  *
  * A view that is closed is invisible at once; its entries are swept out in pieces, and its number
  * is used again after that. So a new picture of a node is built in a view of its own beside the old
