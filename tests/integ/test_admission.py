@@ -1,4 +1,5 @@
 """Who is refused, who waits, who is next; overload."""
+import os
 import threading
 import time
 
@@ -136,42 +137,91 @@ def test_queue_is_bounded(fakes):
         t.join()
 
 
+LONG = os.environ.get("BATON_TEST_LONG", "") not in ("", "0")
+
+
+class Ticker:
+    """Seconds in which this machine let us work: a stop of all processes, which says nothing of ours,
+    does not count."""
+
+    def __init__(self):
+        self.active, self.ended = 0.0, threading.Event()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        last = time.monotonic()
+        while not self.ended.wait(0.05):
+            now = time.monotonic()
+            self.active += min(now - last, 0.5)
+            last = now
+
+
+class Flood:
+    """Closed clients of one node that computes all prompts itself, each with a prompt of its own."""
+
+    def __init__(self, c):
+        self.c, self.lock, self.n = c, threading.Lock(), 0
+        self.ticker = Ticker()
+
+    def client(self, end):
+        while self.ticker.active < end:
+            with self.lock:
+                self.n += 1
+                seed = self.n
+            try:
+                a = ask(self.c.client, ids(seed, 300), path=LOCAL, timeout=60)
+                with self.lock:
+                    (self.good if a.timing.first_token <= 4 * SLOW else self.late).append(a.timing.first_token)
+            except grpc.RpcError as e:
+                assert e.code() == EXHAUSTED, e
+                with self.lock:
+                    self.refused += 1
+                time.sleep(min(0.5, float(trailers(e).get("retry-after-ms", 100)) / 1e3))
+
+    def run(self, clients, seconds):
+        """Useful answers a second."""
+        self.good, self.late, self.refused = [], [], 0
+        begin = self.ticker.active
+        threads = [threading.Thread(target=self.client, args=(begin + seconds,)) for _ in range(clients)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        return len(self.good) / (self.ticker.active - begin)
+
+
+def compare(flood, seconds):
+    """Useful output in the flood, and without it: just before and just after. Other work on the machine
+    may change how much there is to have: of some comparisons that one counts where before and after
+    agree, or agree best."""
+    best = 0
+    for _ in range(6):
+        before = flood.run(4, 5)
+        flooded = flood.run(60, seconds)
+        figures = len(flood.good), len(flood.late), flood.refused
+        after = flood.run(4, 5)
+        agree = min(before, after) / max(before, after)
+        if agree > best:
+            best, result = agree, ((before + after) / 2, flooded, figures)
+        if agree >= 0.85:
+            break
+    return result
+
+
 def test_RTR_06_overload(cluster):
     """Clients want ten times what there is and come again at once. What is taken is answered in time,
     nearly as much as without the flood, and afterwards all is as before."""
     c = cluster(prefill=0, decode=1, role="both", model="slow", pool="64M",
                 node_args=["--tier.host_bytes=0"], router_args=["--admission.first_token=2s",
                                                                 "--admission.node_queue=500ms"])
-    stop, lock = threading.Event(), threading.Lock()
-    good, refused, late = [], [], []
-
-    def client(seed, seconds):
-        end, n = time.monotonic() + seconds, 0
-        while time.monotonic() < end and not stop.is_set():
-            n += 1
-            try:
-                a = ask(c.client, ids(seed * 100_000 + n, 300), path=LOCAL, timeout=60)
-                with lock:
-                    (good if a.timing.first_token <= 4 * SLOW else late).append(a.timing.first_token)
-            except grpc.RpcError as e:
-                assert e.code() == EXHAUSTED, e
-                with lock:
-                    refused.append(time.monotonic())
-                time.sleep(min(0.5, float(trailers(e).get("retry-after-ms", 100)) / 1e3))
-
-    def run(clients, seconds):
-        good.clear()
-        threads = [threading.Thread(target=client, args=(i + 1000 * clients, seconds)) for i in range(clients)]
-        begin = time.monotonic()
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        return len(good) / (time.monotonic() - begin)
-
-    run(4, 2)  # the speed is measured
-    capacity = run(4, 5)
-    flooded = run(60, 10)
-    assert flooded >= 0.8 * capacity, (flooded, capacity, len(refused), len(late))
-    assert len(refused) > 0 and len(late) <= len(good) // 10, (len(good), late)  # predictions err
-    eventually(lambda: run(4, 5) >= 0.7 * capacity, 30, "as before")
+    flood = Flood(c)
+    try:
+        flood.run(4, 2)  # the speed is measured
+        capacity, flooded, (good, late, refused) = compare(flood, 60 if LONG else 10)
+        print(f"capacity {capacity:.2f}/s, flooded {flooded:.2f}/s: {100 * flooded / capacity:.1f} %, "
+              f"{good} in time, {late} late, {refused} refused")
+        assert flooded >= 0.8 * capacity, (flooded, capacity, refused, late)
+        assert refused > 0 and late <= good // 10, (good, late)  # predictions err
+        eventually(lambda: flood.run(4, 5) >= 0.7 * capacity, 30, "as before")
+    finally:
+        flood.ticker.ended.set()

@@ -44,6 +44,21 @@ def test_path_by_configuration(cluster):
     assert e.code().name == "UNAVAILABLE" and "KV store" in e.details()
 
 
+def test_no_registry_from_the_start(cluster):
+    """A router that never sees Redis knows nodes by its seeds and no daemon: nothing waits for one, and
+    who insists on the store is told so."""
+    c = cluster(redis=False)
+    c.common = [f"--redis.address=unix:{c.folder}/nobody.sock"]
+    c.allow("event=redis_")
+    c.add_router("router-b", ["--route.path=store", "--route.wait=300ms"]).wait_ready()
+    b = c.client_of("router-b")
+    eventually(lambda: sum(n.state == "ready" for n in b.server().nodes) == 2, 20, "nodes ready by seeds")
+    a = b.generate(ids=ids(300), max_tokens=4, path=AUTO, timeout=30)
+    assert a.timing.path == DIRECT and a.timing.retries == 0
+    e = b.error(ids=ids(300), max_tokens=2, path=STORE, timeout=30)
+    assert e.code().name == "UNAVAILABLE" and "KV store" in e.details()
+
+
 def test_many_at_once_over_two_daemons(cluster):
     c = cluster(prefill=2, decode=2, kvstore=2)
     want = {s: ask(c, 300 + 40 * s, LOCAL, s).tokens for s in range(8)}
