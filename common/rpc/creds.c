@@ -9,7 +9,8 @@ static grpc_ssl_server_certificate_config *config_of(const struct bt_pem *p)
 {
     const grpc_ssl_pem_key_cert_pair pair = {.private_key = p->key, .cert_chain = p->cert};
 
-    return grpc_ssl_server_certificate_config_create(p->ca, &pair, 1);
+    /* Core insists on some; without a CA of ours it asks no client for a certificate. */
+    return grpc_ssl_server_certificate_config_create(p->ca ? p->ca : p->cert, &pair, 1);
 }
 
 /* [core] Before a handshake. Core keeps what it got last; it calls this under a lock of the port.

@@ -545,7 +545,7 @@ static unsigned open_access(const struct bt_sec *s, unsigned of_files, enum bt_s
     unsigned access = 0;
 
     if (bt_sec_wants_cert(s, port)) {
-        access = (BT_ACCESS_CLIENT | BT_ACCESS_CLUSTER) & ~of_files;
+        access = (is_router(s->conf) ? BT_ACCESS_CLIENT : BT_ACCESS_CLUSTER) & ~of_files;
     } else if (of_files == 0) {
         access = BT_ACCESS_ANY; /* bt_sec_check_port has seen to it that this is right */
     }

@@ -7,8 +7,8 @@
  *
  * Who has which access (BT_ACCESS_ bits of tokens.h):
  *   - what the presented token gives;
- *   - with client certificates required by the port: CLIENT and CLUSTER, if no file of tokens is
- *     there for it;
+ *   - with client certificates required by the port: CLIENT at a router, CLUSTER at a node, if no
+ *     file of tokens is there for it;
  *   - if nothing at all is configured (then ports stay on loopback): everything;
  *   - with security.allow_anonymous: whatever no file of tokens is there for.
  * Nothing else: once one file of tokens is given, what has none is closed to everybody. */

@@ -3,7 +3,14 @@
 #include "deploy/ctl/ctl.h"
 
 #include <stdarg.h>
+#include <stdlib.h>
 #include <string.h>
+
+/* It has somebody to call. */
+static bool calls(const struct ctl_command *c)
+{
+    return strstr(c->options, "router") || strstr(c->options, "node");
+}
 
 bool ctl_takes(const struct ctl_command *c, const struct ctl_option *o, bool *ret_must)
 {
@@ -18,7 +25,7 @@ bool ctl_takes(const struct ctl_command *c, const struct ctl_option *o, bool *re
             return true;
         }
     }
-    return strcmp(o->name, "help") == 0;
+    return strcmp(o->name, "help") == 0 || (o->calls && calls(c));
 }
 
 /* --- usage ----------------------------------------------------------------------------------- */
@@ -37,6 +44,9 @@ static void show_option(FILE *to, const struct ctl_command *c, const struct ctl_
              o->letter ? o->letter : ' ', o->letter ? ", " : "   ", o->name, o->value ? " " : "",
              o->value ? o->value : "");
     fprintf(to, "  %-25s %s", left, o->help);
+    if (o->env) {
+        fprintf(to, " (or %s)", o->env);
+    }
     fprintf(to, def ? " (default %s)\n" : "\n", def);
 }
 
@@ -48,7 +58,7 @@ static void usage_line(FILE *to, const struct ctl_command *c, const char *lead)
     for (size_t i = 0; i < ctl_n_options; i++) {
         const struct ctl_option *o = &ctl_options[i];
 
-        if (o->letter != 'h' && ctl_takes(c, o, &must)) {
+        if (o->letter != 'h' && !o->calls && ctl_takes(c, o, &must)) {
             fprintf(to, must ? " --%s%s%s" : " [--%s%s%s]", o->name, o->value ? " " : "",
                     o->value ? o->value : "");
         }
@@ -223,10 +233,16 @@ int ctl_read_args(int argc, char **argv, struct ctl_args *ret)
         return bad(NULL, "unknown command %s", argv[1]);
     }
     for (size_t i = 0; i < ctl_n_options; i++) {
-        const char *def = default_of(c, &ctl_options[i]);
+        const struct ctl_option *o = &ctl_options[i];
+        const char *value = o->env ? getenv(o->env) : NULL;
+        const char *def = default_of(c, o);
 
-        if (def) {
-            rc = set(ret, &ctl_options[i], def);
+        if (value && value[0]) {
+            if (set(ret, o, value) < 0) {
+                return bad(c, "%s: not a %s: %s", o->env, o->value, value);
+            }
+        } else if (def) {
+            rc = set(ret, o, def);
             BT_BUG_ON(rc < 0);
         }
     }

@@ -72,7 +72,7 @@ int ctl_run(const char *address, const struct ctl_call *c)
 {
     static const struct bt_rpc_client_events events = {.message = on_message, .closed = on_closed};
     struct running r = {.c = c, .address = address};
-    struct bt_rpc_channel_config cc = {.on_state = on_state, .user = &r};
+    struct bt_rpc_channel_config cc = {.sec = ctl_access(), .on_state = on_state, .user = &r};
     struct bt_rpc_client_args a = {.path = c->path,
                                    .response = c->response,
                                    .events = &events,

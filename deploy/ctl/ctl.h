@@ -40,6 +40,7 @@ struct ctl_args {
         *kind; /* where pools are */
     const char *binary, *image, *version;
     int64_t percent, replicas; /* percent: -1 = not given */
+    const char *token_file, *ca, *cert, *key, *tls_name;
     bool chat, help, wait, dry_run;
     int64_t max_tokens;
     uint64_t timeout_ns;
@@ -61,6 +62,8 @@ struct ctl_option {
     size_t offset;     /* in struct ctl_args */
     const char *value; /* what the usage calls its value; NULL for flags */
     const char *def;   /* as text; NULL = none */
+    const char *env;   /* variable that gives the value where the option does not; NULL = none */
+    bool calls;        /* taken by every command that takes router or node */
     int64_t min, max;
     const char *const *choices; /* NULL at the end */
     const char *help;
@@ -101,6 +104,12 @@ struct ctl_call {
     void *user;
 };
 int ctl_run(const char *address, const struct ctl_call *c);
+
+/* access.c: what is shown to whom we call, and who is believed. CTL_OK or an exit code, told on
+ * stderr. The other one is NULL without any of it. */
+int ctl_access_open(const struct ctl_args *a);
+struct bt_sec *ctl_access(void);
+void ctl_access_close(void);
 
 int ctl_generate(const struct ctl_args *a);
 int ctl_status(const struct ctl_args *a);

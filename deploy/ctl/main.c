@@ -24,7 +24,11 @@ int main(int argc, char **argv)
     }
     bt_log_threshold = BT_LOG_ERROR;
     signal(SIGPIPE, SIG_IGN);
-    code = a.command->run(&a);
+    code = ctl_access_open(&a);
+    if (code == CTL_OK) {
+        code = a.command->run(&a);
+    }
+    ctl_access_close();
     /* What could not be written was not told: a closed pipe must not look like success. */
     if (fflush(stdout) != 0 && code == CTL_OK) {
         fputs("batonctl: cannot write to standard output\n", stderr);

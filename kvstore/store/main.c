@@ -249,6 +249,7 @@ static void on_open(struct bt_rpc_call *call)
 static const struct bt_rpc_method methods[] = {
     {.path = "/baton.v1.Node/Session",
      .request = &baton__v1__router_message__descriptor,
+     .access = BT_ACCESS_CLUSTER,
      .response = &baton__v1__node_message__descriptor,
      .client_stream = true,
      .open = on_open,

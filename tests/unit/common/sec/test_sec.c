@@ -211,9 +211,9 @@ static void test_SEC_01_who_may_do_what(void **state)
     node.cert_file = path("cert.pem");
     node.key_file = path("key.pem");
     node.client_ca_file = path("ca.pem"); /* a certificate makes a router, no operator */
-    matrix(&node, BT_SEC_GRPC, (const char *[]){"ouooo", "ouooo", "ouooo", "ouooo", "ouooo"});
+    matrix(&node, BT_SEC_GRPC, (const char *[]){"uuooo", "uuooo", "uuooo", "uuooo", "uuooo"});
     node.cluster_file = path("cluster"); /* both are needed then */
-    matrix(&node, BT_SEC_GRPC, (const char *[]){"ouuoo", "ouuoo", "ouuoo", "ouuoo", "odooo"});
+    matrix(&node, BT_SEC_GRPC, (const char *[]){"uuuuo", "uuuuo", "uuuuo", "uuuuo", "ddooo"});
 }
 
 static void test_tenants(void **state)

@@ -1,0 +1,50 @@
+/* What batonctl shows to those it calls: a token, a certificate; and whose certificates it
+ * believes. Files alone name secrets: arguments are for everybody to see. */
+#include "common/sec/sec.h"
+#include "deploy/ctl/ctl.h"
+
+static struct bt_sec_conf conf; /* borrowed by sec */
+static struct bt_sec *sec;
+
+static char *path(const char *given)
+{
+    return (char *)(uintptr_t)(given ? given : "");
+}
+
+int ctl_access_open(const struct ctl_args *a)
+{
+    struct bt_err err = {0};
+    int rc;
+
+    if (!a->token_file && !a->ca && !a->cert && !a->key && !a->tls_name) {
+        return CTL_OK;
+    }
+    if (!a->cert != !a->key || ((a->cert || a->tls_name) && !a->ca)) {
+        fputs("batonctl: --cert and --key go together, and they and --tls-name need --ca\n",
+              stderr);
+        return CTL_USAGE;
+    }
+    conf = (struct bt_sec_conf){.clients_file = path(NULL), /* shows a token as a router does */
+                                .cluster_file = path(a->token_file),
+                                .node_ca_file = path(a->ca),
+                                .node_cert_file = path(a->cert),
+                                .node_key_file = path(a->key),
+                                .node_name = path(a->tls_name)};
+    rc = bt_sec_create(&conf, &sec, &err);
+    if (rc < 0) {
+        fprintf(stderr, "batonctl: %s\n", bt_err_msg(&err, rc));
+        return CTL_USAGE;
+    }
+    return CTL_OK;
+}
+
+struct bt_sec *ctl_access(void)
+{
+    return sec;
+}
+
+void ctl_access_close(void)
+{
+    bt_sec_destroy(sec);
+    sec = NULL;
+}
