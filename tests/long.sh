@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # What takes hours; called by `tests/run.sh --long` with the folder for results.
 #   BATON_TEST_FUZZ_SECONDS  per target (default 600)
+#   BATON_TEST_TRACE         a trace of requests for the truth check of the replay tool; without it
+#                            the check is left out
 set -uo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../deploy/lib.sh"
 cd "$ROOT_DIR" || exit 1
@@ -41,5 +43,22 @@ if CC=clang step "building the fuzzers" build_tree build-fuzz -Dfuzz=true \
 else
     record build-fuzz 1
     rc=1
+fi
+# Hits of a live cluster of the quickstart's model within two points of the replay's prediction, for
+# slices of requests that two cores can serve as they come.
+truth() {
+    local status=0
+    tests/bench/run truth --trace "$BATON_TEST_TRACE" --first "$1" --requests 300 --max-tokens 1024 \
+        --speedup 0.75 --within 2 || status=1
+    record "truth-$1" $status
+    return $status
+}
+
+if [ -n "${BATON_TEST_TRACE:-}" ]; then
+    for first in 0 3000; do
+        step "truth check of the replay tool, from request $first" truth "$first" || rc=1
+    done
+else
+    echo "BATON_TEST_TRACE is not set: no truth check of the replay tool" >&2
 fi
 exit $rc

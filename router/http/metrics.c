@@ -114,6 +114,44 @@ static int put_nodes(const struct rt_router *r, struct bt_buf *b)
                                   total ? (double)(total - free_pages) / (double)total : 0.0);
 }
 
+/* What was measured of nodes that are in use, and how far it is off. */
+static int put_speeds(const struct rt_router *r, struct bt_buf *b)
+{
+    static const struct {
+        const char *name, *help;
+    } series[] = {
+        {"baton_router_node_prefill_tokens_per_second",
+         "Measured speed of computing a prompt of 1,000 tokens."},
+        {"baton_router_node_decode_step_seconds",
+         "Measured time of a decode step with one sequence more than run now."},
+        {"baton_router_node_speed_error",
+         "Mean relative error of the times that were expected of a node's last steps."},
+        {"baton_router_node_slowdown",
+         "Time of a node's last steps over what its fitted model says; 1 = as usual."},
+    };
+    int rc = BT_OK;
+
+    for (size_t i = 0; rc == BT_OK && i < BT_ARRAY_LEN(series); i++) {
+        rc = put_help(b, series[i].name, "gauge", series[i].help);
+        bt_list_for_each (it, &r->nodes) {
+            const struct rt_node *n = BT_LIST_ENTRY(it, struct rt_node, link);
+            Baton__V1__NodeInfo m = BATON__V1__NODE_INFO__INIT;
+
+            if (rc < 0 || n->state != RT_NODE_READY) {
+                continue;
+            }
+            rt_cache_fill_node(n, &m);
+            const double values[] = {m.prefill_tokens_per_s, m.decode_step_s, m.speed_error,
+                                     m.speed_ratio};
+
+            if (m.speed_error > 0 && values[i] > 0) { /* 0: such steps were not seen yet */
+                rc = bt_buf_printf(b, "%s{node=\"%s\"} %.6g\n", series[i].name, n->name, values[i]);
+            }
+        }
+    }
+    return rc;
+}
+
 static int
 put_histogram(struct bt_buf *b, const char *name, const char *help, const struct rt_histogram *hist)
 {
@@ -188,8 +226,7 @@ static int put_metrics(const struct rt_router *r, struct bt_buf *b)
                         "Attempts beyond the first one.", s->retries)) < 0) {
         return rc;
     }
-    rc = put_hits(r, b);
-    if (rc < 0) {
+    if ((rc = put_hits(r, b)) < 0 || (rc = put_speeds(r, b)) < 0) {
         return rc;
     }
     return put_histogram(b, "baton_router_time_to_first_token_seconds",

@@ -134,8 +134,9 @@ static void run_policy(const struct opts *o, const struct trace *t, enum rt_rout
 {
     static const char *const names[] = {
         "hit_rate_percent", "expected_percent", "imbalance", "ttft_mean_s", "ttft_p50_s",
-        "ttft_p99_s",       "goodput_percent",  "busy",      "speed_error"};
-    double sum[9] = {0}, square[9] = {0};
+        "ttft_p99_s",       "goodput_percent",  "busy",      "speed_error", "gaps",
+        "drifts",           "snapshots"};
+    double sum[BT_ARRAY_LEN(names)] = {0}, square[BT_ARRAY_LEN(names)] = {0};
     struct replay_cfg c = o->cfg;
 
     c.requests = t->r;
@@ -147,9 +148,12 @@ static void run_policy(const struct opts *o, const struct trace *t, enum rt_rout
         c.seed = s + 1;
         r = replay_run(&c, o->limit_s);
         {
-            const double v[] = {r.hit_percent, r.expected_percent, r.imbalance,    r.ttft_mean_s,
-                                r.ttft_p50_s,  r.ttft_p99_s,       r.good_percent, r.busy,
-                                r.speed_error};
+            const double v[] = {
+                r.hit_percent, r.expected_percent, r.imbalance,      r.ttft_mean_s,
+                r.ttft_p50_s,  r.ttft_p99_s,       r.good_percent,   r.busy,
+                r.speed_error, (double)r.gaps,     (double)r.drifts, (double)r.snapshots};
+
+            _Static_assert(BT_ARRAY_LEN(v) == BT_ARRAY_LEN(names), "one name each");
 
             for (size_t i = 0; i < BT_ARRAY_LEN(v); i++) {
                 sum[i] += v[i];
