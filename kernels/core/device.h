@@ -17,7 +17,7 @@
 #include "kernels/core/device_load.h"
 #include "kernels/core/ops.h"
 
-#define KN_DEVICE_ABI 1
+#define KN_DEVICE_ABI 2
 
 struct kn_device;
 
@@ -90,6 +90,19 @@ struct kn_device_ops {
     int (*fill)(struct kn_device *d, void *dst, size_t elems, float scale, uint64_t seed);
     int (*weight)(struct kn_device *d, struct kn_weight *w, struct bt_err *err);
     int (*finish)(struct kn_device *d, struct bt_err *err);
+
+    /* Pages on the device at `kv` and a copy of them at `host`, host memory of the same layout,
+     * through which everything but the device sees them: transfers, tiers, the keeper. Once, before
+     * the first pass; pins the copy. From then on the rows of every pass over `kv` are in the copy
+     * when `wait` returns. */
+    int (*mirror)(struct kn_device *d,
+                  const struct kv_layout *layout,
+                  void *kv,
+                  void *host,
+                  struct bt_err *err);
+    /* Queues whole pages [n] from the copy to the device, before the next pass. At most all pages
+     * of the pool; `pages` is free to change on return. */
+    int (*fetch)(struct kn_device *d, const uint32_t *pages, size_t n, struct bt_err *err);
 
     /* Starts a pass. `record` issues the vocabulary of the architecture; it is not called where a
      * recorded graph of the same shape is replayed. Returns when the work is queued. */

@@ -45,6 +45,7 @@ static void close_device(struct kn_device *d)
         d->weights = w->next;
         free(w);
     }
+    kn_cuda_mirror_close(d);
     kn_gemm_destroy(d->gemm);
     cudaFree(d->work);
     cudaFree(d->attn_work);
@@ -235,7 +236,7 @@ static int open_device(const struct kn_device_cfg *cfg, struct kn_device **ret, 
 
         d->plan_bytes = (plan + ALIGN - 1) / ALIGN * ALIGN;
         d->blob_words = kn_cuda_blob_words(d);
-        rc = kn_gemm_create(d->dtype, &d->gemm, err);
+        rc = kn_gemm_create(d->dtype, cfg->invariant, &d->gemm, err);
     }
     if (rc == BT_OK) {
         e = alloc_all(d);
@@ -254,6 +255,10 @@ static int open_device(const struct kn_device_cfg *cfg, struct kn_device **ret, 
 
 static const char *numerics(const struct kn_device *d)
 {
+    if (d->cfg.invariant) {
+        return d->dtype == KN_CUDA_BF16 ? "cuda/sm90/bf16/invariant/1"
+                                        : "cuda/sm90/f16/invariant/1";
+    }
     return d->dtype == KN_CUDA_BF16 ? "cuda/sm90/bf16/1" : "cuda/sm90/f16/1";
 }
 
@@ -333,6 +338,8 @@ static const struct kn_device_ops ops = {
     .fill = fill,
     .weight = weight,
     .finish = finish,
+    .mirror = kn_cuda_mirror,
+    .fetch = kn_cuda_fetch,
     .pass = kn_cuda_pass,
     .wait = kn_cuda_wait,
     .embed = kn_cuda_v_embed,

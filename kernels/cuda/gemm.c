@@ -10,6 +10,7 @@
 #define WORKSPACE  ((size_t)64 << 20)
 #define MAX_PLANS  512
 #define CANDIDATES 16
+#define MAX_WANTED 32 /* invariant: shapes without rows */
 
 struct plan {
     int rows, n, k;
@@ -20,21 +21,32 @@ struct plan {
     cublasLtMatmulAlgo_t algo;
 };
 
+/* Invariant: the bits of row 0 for the data that is tuned with. */
+struct wanted {
+    int n, k;
+    bool add, f32;
+    char *bits;
+};
+
 struct kn_gemm {
     cublasLtHandle_t lt;
     cudaDataType_t type;
+    bool invariant;
     void *workspace;
     int n_plans;
     struct plan plans[MAX_PLANS];
+    int n_wanted;
+    struct wanted wanted[MAX_WANTED];
 };
 
-int kn_gemm_create(enum kn_cuda_dtype t, struct kn_gemm **ret, struct bt_err *err)
+int kn_gemm_create(enum kn_cuda_dtype t, bool invariant, struct kn_gemm **ret, struct bt_err *err)
 {
     struct kn_gemm *g = bt_calloc(1, sizeof(*g));
 
     if (!g) {
         return BT_FAIL(err, BT_E_NOMEM, "matrix products: out of memory");
     }
+    g->invariant = invariant;
     g->type = t == KN_CUDA_BF16 ? CUDA_R_16BF : CUDA_R_16F;
     if (cublasLtCreate(&g->lt) != CUBLAS_STATUS_SUCCESS ||
         cudaMalloc(&g->workspace, WORKSPACE) != cudaSuccess) {
@@ -61,6 +73,9 @@ void kn_gemm_destroy(struct kn_gemm *g)
     for (int i = 0; i < g->n_plans; i++) {
         drop(&g->plans[i]);
     }
+    for (int i = 0; i < g->n_wanted; i++) {
+        free(g->wanted[i].bits);
+    }
     cudaFree(g->workspace);
     if (g->lt) {
         cublasLtDestroy(g->lt);
@@ -80,30 +95,51 @@ static bool describe(struct kn_gemm *g, struct plan *p)
            cublasLtMatrixLayoutCreate(&p->out, p->f32 ? CUDA_R_32F : g->type, n, rows, p->n) == 0;
 }
 
-static int
-candidates(struct kn_gemm *g, const struct plan *p, int most, cublasLtMatmulHeuristicResult_t *ret)
+/* Does it add along K in one piece? Most such algorithms take K in steps of 16 from the first to
+ * the last, whatever the tile; some split it between warps, and their bits give them away in
+ * `tune`. */
+static bool one_order(const cublasLtMatmulAlgo_t *algo)
+{
+    int32_t pieces = 0;
+    uint32_t reduction = 1;
+    size_t n;
+
+    return cublasLtMatmulAlgoConfigGetAttribute(algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &pieces,
+                                                sizeof(pieces), &n) == 0 &&
+           cublasLtMatmulAlgoConfigGetAttribute(algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME,
+                                                &reduction, sizeof(reduction), &n) == 0 &&
+           pieces <= 1 && reduction == CUBLASLT_REDUCTION_SCHEME_NONE;
+}
+
+/* At most CANDIDATES, the one that the library likes best first. */
+static int candidates(struct kn_gemm *g, const struct plan *p, cublasLtMatmulHeuristicResult_t *ret)
 {
     cublasLtMatmulPreference_t pref;
-    size_t workspace = WORKSPACE;
-    int n = 0;
+    size_t workspace = g->invariant ? 0 : WORKSPACE;
+    int n = 0, kept = 0;
 
     if (cublasLtMatmulPreferenceCreate(&pref) != 0) {
         return 0;
     }
     cublasLtMatmulPreferenceSetAttribute(pref, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace,
                                          sizeof(workspace));
-    if (cublasLtMatmulAlgoGetHeuristic(g->lt, p->op, p->w, p->x, p->out, p->out, pref, most, ret,
-                                       &n) != 0) {
+    if (cublasLtMatmulAlgoGetHeuristic(g->lt, p->op, p->w, p->x, p->out, p->out, pref, CANDIDATES,
+                                       ret, &n) != 0) {
         n = 0;
     }
     cublasLtMatmulPreferenceDestroy(pref);
-    return n;
+    for (int i = 0; i < n; i++) {
+        if (!g->invariant || one_order(&ret[i].algo)) {
+            ret[kept++] = ret[i];
+        }
+    }
+    return kept;
 }
 
 /* The plan of a shape, made on first use; when the table is full the oldest goes. */
 static struct plan *plan_of(struct kn_gemm *g, const struct kn_gemm_args *a)
 {
-    cublasLtMatmulHeuristicResult_t best;
+    cublasLtMatmulHeuristicResult_t tries[CANDIDATES];
     struct plan p = {.rows = a->rows, .n = a->n, .k = a->k, .add = a->add, .f32 = a->f32};
 
     for (int i = g->n_plans - 1; i >= 0; i--) {
@@ -113,11 +149,11 @@ static struct plan *plan_of(struct kn_gemm *g, const struct kn_gemm_args *a)
             return q;
         }
     }
-    if (!describe(g, &p) || candidates(g, &p, 1, &best) < 1) {
+    if (!describe(g, &p) || candidates(g, &p, tries) < 1) {
         drop(&p);
         return NULL;
     }
-    p.algo = best.algo;
+    p.algo = tries[0].algo;
     if (g->n_plans == MAX_PLANS) {
         drop(&g->plans[0]);
         memmove(&g->plans[0], &g->plans[1], (MAX_PLANS - 1) * sizeof(p));
@@ -140,10 +176,28 @@ static int multiply(struct kn_gemm *g,
     return rc == CUBLAS_STATUS_SUCCESS ? 0 : 1000 + (int)rc;
 }
 
+/* The tuned plan of the fewest rows that are enough, NULL if there is none. */
+static struct plan *rounded_up(struct kn_gemm *g, const struct kn_gemm_args *a)
+{
+    struct plan *best = NULL;
+
+    for (int i = 0; i < g->n_plans; i++) {
+        struct plan *p = &g->plans[i];
+
+        if (p->tuned && p->rows >= a->rows && p->rows <= BT_MAX(a->room, a->rows) && p->n == a->n &&
+            p->k == a->k && p->add == a->add && p->f32 == a->f32 &&
+            (!best || p->rows < best->rows)) {
+            best = p;
+        }
+    }
+    return best;
+}
+
 int kn_gemm_run(struct kn_gemm *g, const struct kn_gemm_args *a, kn_cuda_stream s)
 {
-    struct plan *p = plan_of(g, a);
+    struct plan *p = g->invariant ? rounded_up(g, a) : NULL;
 
+    p = p ? p : plan_of(g, a);
     return p ? multiply(g, p, &p->algo, a, s) : 1000 + CUBLAS_STATUS_NOT_SUPPORTED;
 }
 
@@ -151,10 +205,11 @@ int kn_gemm_run(struct kn_gemm *g, const struct kn_gemm_args *a, kn_cuda_stream 
 static float time_of(struct kn_gemm *g,
                      const struct plan *p,
                      const cublasLtMatmulAlgo_t *algo,
-                     const struct kn_gemm_args *a,
+                     const struct kn_gemm_tune_args *t,
                      kn_cuda_stream s)
 {
-    int runs = (double)a->rows * a->n * a->k > 1e11 ? 2 : 5;
+    struct kn_gemm_args a = *t->a;
+    int runs = (double)a.rows * a.n * a.k > 1e11 ? 2 : 8;
     cudaEvent_t from, to;
     float ms = -1;
     int rc = 0;
@@ -165,7 +220,8 @@ static float time_of(struct kn_gemm *g,
         if (i == 1) {
             cudaEventRecord(from, s);
         }
-        rc = multiply(g, p, algo, a, s);
+        a.w = t->n_w > 0 ? t->w[i % t->n_w] : a.w;
+        rc = multiply(g, p, algo, &a, s);
     }
     cudaEventRecord(to, s);
     if (cudaEventSynchronize(to) != cudaSuccess || rc != 0 ||
@@ -177,27 +233,79 @@ static float time_of(struct kn_gemm *g,
     return ms < 0 ? ms : ms * 1000 / (float)runs;
 }
 
-int kn_gemm_tune(
-    struct kn_gemm *g, const struct kn_gemm_args *a, int most, kn_cuda_stream s, float *ret_us)
+/* Row 0 of the product alone, on the host. False if it does not run. */
+static bool row_bits(struct kn_gemm *g,
+                     const struct plan *p,
+                     const cublasLtMatmulAlgo_t *algo,
+                     const struct kn_gemm_tune_args *t,
+                     kn_cuda_stream s,
+                     char *ret)
+{
+    struct kn_gemm_args a = *t->a;
+    size_t row = (size_t)a.n * (a.f32 ? 4 : 2);
+
+    a.w = t->n_w > 0 ? t->w[0] : a.w;
+    return cudaMemsetAsync(a.out, 0, row, s) == cudaSuccess && multiply(g, p, algo, &a, s) == 0 &&
+           cudaMemcpyAsync(ret, a.out, row, cudaMemcpyDeviceToHost, s) == cudaSuccess &&
+           cudaStreamSynchronize(s) == cudaSuccess;
+}
+
+/* Invariant: does it give the bits of the first algorithm of its shape? */
+static bool right_bits(struct kn_gemm *g,
+                       const struct plan *p,
+                       const cublasLtMatmulAlgo_t *algo,
+                       const struct kn_gemm_tune_args *t,
+                       kn_cuda_stream s)
+{
+    size_t row = (size_t)p->n * (p->f32 ? 4 : 2);
+    char *bits = malloc(row);
+    bool ok = bits && row_bits(g, p, algo, t, s, bits);
+
+    for (int i = 0; i < g->n_wanted && ok; i++) {
+        struct wanted *w = &g->wanted[i];
+
+        if (w->n == p->n && w->k == p->k && w->add == p->add && w->f32 == p->f32) {
+            ok = memcmp(w->bits, bits, row) == 0;
+            free(bits);
+            return ok;
+        }
+    }
+    if (!ok || g->n_wanted == MAX_WANTED) {
+        free(bits);
+        return false;
+    }
+    g->wanted[g->n_wanted++] = (struct wanted){p->n, p->k, p->add, p->f32, bits};
+    return true;
+}
+
+int kn_gemm_tune(struct kn_gemm *g,
+                 const struct kn_gemm_tune_args *t,
+                 kn_cuda_stream s,
+                 float *ret_us)
 {
     cublasLtMatmulHeuristicResult_t tries[CANDIDATES];
-    struct plan *p = plan_of(g, a);
+    struct plan *p = plan_of(g, t->a);
     float best = -1;
     int n;
 
+    *ret_us = 0;
     if (!p) {
         return 1000 + CUBLAS_STATUS_NOT_SUPPORTED;
     }
-    n = candidates(g, p, BT_MIN(most, CANDIDATES), tries);
+    n = BT_MIN(candidates(g, p, tries), t->most);
     for (int i = 0; i < n; i++) {
-        float us = time_of(g, p, &tries[i].algo, a, s);
+        float us;
 
+        if (g->invariant && !right_bits(g, p, &tries[i].algo, t, s)) {
+            continue;
+        }
+        us = time_of(g, p, &tries[i].algo, t, s);
         if (us > 0 && (best < 0 || us < best)) {
             best = us;
             p->algo = tries[i].algo;
         }
     }
     p->tuned = best > 0;
-    *ret_us = best;
-    return best > 0 ? 0 : 1000 + CUBLAS_STATUS_NOT_SUPPORTED;
+    *ret_us = BT_MAX(best, 0.0f);
+    return p->tuned || g->invariant ? 0 : 1000 + CUBLAS_STATUS_NOT_SUPPORTED;
 }

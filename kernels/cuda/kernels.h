@@ -174,6 +174,24 @@ struct kn_cuda_copy_args {
 };
 int kn_cuda_copy_blocks(const struct kn_cuda_copy_args *a, kn_cuda_stream s);
 
+/* Pages between two pools of one layout, the device's and its copy in pinned host memory. */
+struct kn_cuda_pages_args {
+    const char *from;
+    char *to;
+    size_t layer_stride, page_stride; /* bytes */
+    int first_layer, n_layers;
+    int blocks; /* multiprocessors */
+    /* Whole pages ... */
+    const uint32_t *pages; /* [n] */
+    int n;
+    /* ... or rows: what each has in its page. */
+    const int32_t *pos, *page; /* [rows]; page below 0: an empty row */
+    int rows;
+    int page_tokens, n_kv_heads, head_bytes; /* page_tokens a power of two */
+};
+int kn_cuda_copy_pages(const struct kn_cuda_pages_args *a, kn_cuda_stream s);
+int kn_cuda_copy_rows(const struct kn_cuda_pages_args *a, kn_cuda_stream s);
+
 #ifdef __cplusplus
 }
 #endif

@@ -44,23 +44,37 @@ extern const struct bt_mem_ops kn_cuda_mem;
 int kn_cuda_fail(struct bt_err *err, const char *what, int cuda_error);
 
 /* Matrix products through cuBLASLt: out [rows, N] (+)= x [rows, K] w [N, K]^T. Plans are kept by
- * shape; the first product of a shape asks the library, `tune` measures its candidates. */
+ * shape; the first product of a shape asks the library, `tune` measures its candidates.
+ * `invariant`: an element's bits do not depend on the rows beside it. Only algorithms are used that
+ * gave the bits of the first one, in `tune`; a product of other numbers of rows than those tuned
+ * takes the next larger of them that there is room for, and overwrites those rows of out. */
 struct kn_gemm;
 struct kn_gemm_args {
     const void *x; /* [rows, K] */
     const void *w; /* [N, K] */
     int rows, n, k;
+    int room;      /* invariant: rows that x and out have place for; 0 = rows */
     bool add, f32; /* out += ; out is f32 */
     void *out;     /* [rows, N] */
 };
-int kn_gemm_create(enum kn_cuda_dtype t, struct kn_gemm **ret, struct bt_err *err) BT_MUST_USE;
+int kn_gemm_create(enum kn_cuda_dtype t, bool invariant, struct kn_gemm **ret, struct bt_err *err)
+    BT_MUST_USE;
 void kn_gemm_destroy(struct kn_gemm *g);
 /* 0, or a cudaError_t or 1000 + a cublasStatus_t. */
 int kn_gemm_run(struct kn_gemm *g, const struct kn_gemm_args *a, kn_cuda_stream s);
 /* Tries up to `most` of the library's candidates on these very buffers (out is overwritten) and
- * keeps the fastest; *ret_us: its time. Synchronizes. */
-int kn_gemm_tune(
-    struct kn_gemm *g, const struct kn_gemm_args *a, int most, kn_cuda_stream s, float *ret_us);
+ * keeps the fastest; *ret_us: its time, 0 if none may be used. The weights go round over `w` [n_w],
+ * so that they come from memory as in a pass; NULL = a->w alone. Invariant: the largest number of
+ * rows first, x the same in all calls of a shape. Synchronizes. */
+struct kn_gemm_tune_args {
+    const struct kn_gemm_args *a;
+    const void *const *w;
+    int n_w, most;
+};
+int kn_gemm_tune(struct kn_gemm *g,
+                 const struct kn_gemm_tune_args *a,
+                 kn_cuda_stream s,
+                 float *ret_us);
 
 /* Activations that a product reads: one map for each number of rows a block may take. */
 struct kn_cuda_act {
@@ -90,9 +104,10 @@ struct kn_cuda_view {
 
 /* A pass on its way: host memory that the copy engine reads and writes. */
 struct kn_cuda_slot {
-    int32_t *words; /* pinned, blob_words */
-    char *plans;    /* pinned, 2 * plan_bytes */
-    int32_t *drawn; /* pinned, [max_outputs] */
+    int32_t *words;  /* pinned, blob_words */
+    char *plans;     /* pinned, 2 * plan_bytes */
+    int32_t *drawn;  /* pinned, [max_outputs] */
+    uint32_t *fetch; /* pinned, [n_pages] of the mirror */
     int n_outputs;
     cudaEvent_t done;
 };
@@ -110,6 +125,7 @@ struct kn_device {
     cudaStream_t stream;
     struct kn_gemm *gemm;
     struct kn_cuda_weight *weights;
+    const struct kn_cuda_weight *tuned; /* the first of the shape being tuned */
     struct kn_cuda_attn_shape attn;
     void *attn_work;
     size_t plan_bytes;
@@ -141,6 +157,14 @@ struct kn_device {
     int first, n_queued; /* of slots */
     struct kn_cuda_graph graphs[KN_CUDA_GRAPHS];
 
+    struct { /* the pool's copy in host memory (mirror.c) */
+        struct kv_layout layout;
+        char *kv, *host, *device; /* pages; the copy as the host and as the device sees it */
+        cudaStream_t stream;      /* copies of rows beside the pass */
+        cudaEvent_t ready, copied;
+        int rows; /* of the pass being recorded whose layers are copied as they come, 0 = none */
+    } mirror;
+
     void *pinned[2]; /* for uploads */
     cudaEvent_t pinned_free[2];
     int next_pinned;
@@ -159,6 +183,18 @@ void kn_cuda_v_ffn(struct kn_device *d, const struct kn_device_ffn *a);
 void kn_cuda_v_logits(struct kn_device *d, const float *norm, const struct kn_weight *output);
 /* Draws the tokens of the pass on the device. */
 void kn_cuda_v_sample(struct kn_device *d);
+
+/* mirror.c */
+int kn_cuda_mirror(
+    struct kn_device *d, const struct kv_layout *layout, void *kv, void *host, struct bt_err *err);
+int kn_cuda_fetch(struct kn_device *d, const uint32_t *pages, size_t n, struct bt_err *err);
+/* Rows of the pass that is queued, all layers, behind it. */
+int kn_cuda_mirror_rows(struct kn_device *d, int rows);
+/* Of a pass that is launched kernel by kernel: begin, after a layer's K and V, end. */
+void kn_cuda_mirror_begin(struct kn_device *d, int rows);
+void kn_cuda_mirror_layer(struct kn_device *d, int layer);
+int kn_cuda_mirror_end(struct kn_device *d);
+void kn_cuda_mirror_close(struct kn_device *d);
 
 /* pass.c */
 int kn_cuda_pass(struct kn_device *d,

@@ -354,8 +354,11 @@ int kn_cuda_pass(struct kn_device *d,
     }
     if (decode) {
         rc = replay(d, n_seqs, record, arg);
+        rc = rc ? rc : kn_cuda_mirror_rows(d, n_seqs);
     } else {
+        kn_cuda_mirror_begin(d, b->n_tokens);
         issue(d, record, arg);
+        rc = kn_cuda_mirror_end(d);
     }
     if (rc == 0 && d->error != 0) {
         return fault(d, d->error_what, d->error, err);
@@ -399,31 +402,80 @@ int kn_cuda_wait(struct kn_device *d, int32_t *drawn, float *logits, struct bt_e
     return BT_OK;
 }
 
-/* Products of one projection at `rows` rows. */
-static int tune_one(struct kn_device *d, const struct kn_cuda_weight *w, int rows)
+/* Products of the projections [n] of one shape at `rows` rows. */
+static int tune_one(struct kn_device *d, const void *const *w, int n, int rows)
 {
+    const struct kn_cuda_weight *first = d->tuned;
     const struct bt_model_config *c = d->c;
-    bool head = w->n == c->n_vocab;
-    struct kn_gemm_args a = {.x = w->k == c->d_ff ? d->act.p : d->h.p,
-                             .w = w->data,
+    bool head = first->n == c->n_vocab;
+    struct kn_gemm_args a = {.x = first->k == c->d_ff ? d->act.p : d->h.p,
+                             .w = first->data,
                              .rows = rows,
-                             .n = w->n,
-                             .k = w->k,
-                             .add = w->n == c->d_model,
+                             .n = first->n,
+                             .k = first->k,
+                             .add = first->n == c->d_model,
                              .f32 = head,
                              .out = head ? (void *)d->logits : d->gu};
+    struct kn_gemm_tune_args t = {.a = &a, .w = w, .n_w = n, .most = rows > 1024 ? 6 : 16};
     float us;
 
-    if ((head && rows > d->cfg.max_outputs) || w->n > 2 * c->d_ff + (head ? w->n : 0) ||
-        w->k > BT_MAX(c->d_model, c->d_ff)) {
+    if ((head && rows > d->cfg.max_outputs) || first->n > 2 * c->d_ff + (head ? first->n : 0) ||
+        first->k > BT_MAX(c->d_model, c->d_ff)) {
         return 0;
     }
-    return kn_gemm_tune(d->gemm, &a, rows > 1024 ? 6 : 12, d->stream, &us);
+    return kn_gemm_tune(d->gemm, &t, d->stream, &us);
+}
+
+/* Numbers of rows that products are tuned for, the largest first: chunks of prompts, then steps. A
+ * pass of other numbers takes the next larger plan where numerics are invariant, so the largest
+ * pass and the most outputs are among them. */
+static int tuned_rows(const struct kn_device *d, int *ret)
+{
+    static const int chunks[] = {8192, 7168, 6144, 5120, 4096, 3584, 3072, 2560,
+                                 2048, 1792, 1536, 1280, 1024, 896,  768,  640};
+    bool fast = !d->cfg.invariant;
+    int n = 0;
+
+    ret[n++] = d->cfg.max_batch_tokens;
+    for (size_t i = 0; i < BT_ARRAY_LEN(chunks); i++) {
+        bool power = (chunks[i] & (chunks[i] - 1)) == 0;
+
+        if (chunks[i] < d->cfg.max_batch_tokens && (power || !fast)) {
+            ret[n++] = chunks[i];
+        }
+    }
+    for (int i = KN_CUDA_GRAPHS - 1; i >= 0; i--) {
+        int rows = graph_rows[i], most = d->cfg.max_outputs;
+
+        if (rows < most && most < ret[n - 1]) {
+            ret[n++] = most;
+        }
+        if (rows > d->stream_rows && rows < ret[n - 1]) {
+            ret[n++] = rows;
+        }
+    }
+    return n;
+}
+
+static int tune_shape(struct kn_device *d, const struct kn_cuda_weight *of)
+{
+    const void *w[16];
+    int rows[KN_CUDA_GRAPHS + 20], n_rows = tuned_rows(d, rows), n = 0, rc = 0;
+
+    for (const struct kn_cuda_weight *q = of; q && n < (int)BT_ARRAY_LEN(w); q = q->next) {
+        if (q->n == of->n && q->k == of->k) {
+            w[n++] = q->data;
+        }
+    }
+    d->tuned = of;
+    for (int i = 0; i < n_rows && rc == 0; i++) {
+        rc = tune_one(d, w, n, rows[i]);
+    }
+    return rc;
 }
 
 int kn_cuda_tune(struct kn_device *d, struct bt_err *err)
 {
-    static const int chunks[] = {512, 1024, 2048, 4096, 8192};
     const struct kn_cuda_weight *seen[8];
     int n_seen = 0, rc = 0;
 
@@ -442,16 +494,7 @@ int kn_cuda_tune(struct kn_device *d, struct bt_err *err)
             continue;
         }
         seen[n_seen++] = w;
-        for (i = 0; i < KN_CUDA_GRAPHS && rc == 0; i++) {
-            if (graph_rows[i] > d->stream_rows && graph_rows[i] <= d->cfg.max_batch_seqs) {
-                rc = tune_one(d, w, graph_rows[i]);
-            }
-        }
-        for (size_t k = 0; k < BT_ARRAY_LEN(chunks) && rc == 0; k++) {
-            if (chunks[k] <= d->cfg.max_batch_tokens) {
-                rc = tune_one(d, w, chunks[k]);
-            }
-        }
+        rc = tune_shape(d, w);
     }
     return rc ? kn_cuda_fail(err, "tuning products", rc) : BT_OK;
 }

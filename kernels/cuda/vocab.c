@@ -56,6 +56,8 @@ static void many_rows(struct kn_device *d, const struct product *p)
     struct kn_gemm_args a = {.x = p->x->p,
                              .w = w->data,
                              .rows = d->view->rows,
+                             .room = d->view == &d->wanted ? d->cfg.max_outputs
+                                                           : d->cfg.max_batch_tokens,
                              .n = w->n,
                              .k = w->k,
                              .add = p->kind == KN_STREAM_ADD,
@@ -132,6 +134,7 @@ void kn_cuda_v_qkv(struct kn_device *d, const struct kn_device_qkv *a)
 
     norm(d, a->norm);
     multiply(d, &p);
+    kn_cuda_mirror_layer(d, a->layer);
 }
 
 void kn_cuda_v_keep_wanted(struct kn_device *d)

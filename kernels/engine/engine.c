@@ -338,7 +338,6 @@ static int create_pool(struct kn_engine *e, struct bt_err *err)
                           .dtype =
                               e->cfg.device ? kn_model_device_kv(e->cfg.file) : e->cfg.kv_dtype,
                           .n_pages = 1};
-    const struct bt_mem_ops *mem = e->cfg.mem ? e->cfg.mem : &bt_mem_host;
     size_t n, tokens;
     int rc = kv_layout_init(&l, err);
 
@@ -357,16 +356,10 @@ static int create_pool(struct kn_engine *e, struct bt_err *err)
     }
     tokens = n * (size_t)l.page_tokens;
     e->max_tokens = (uint32_t)BT_MIN((size_t)e->max_ctx, tokens);
-    if (e->cfg.device && e->cfg.keeper) {
-        return BT_FAIL(err, BT_E_UNSUPPORTED, "the keeper does not hold device memory yet");
-    }
     if (e->cfg.keeper && e->cfg.block_tokens > 0) {
         return kn_keep_pool(e, &l, err);
     }
-    if (e->cfg.device) {
-        mem = e->cfg.device->mem;
-    }
-    return kv_pool_create(&l, mem, "baton-kv", &e->pool, err);
+    return kv_pool_create(&l, e->cfg.mem ? e->cfg.mem : &bt_mem_host, "baton-kv", &e->pool, err);
 }
 
 static int create_exec(struct kn_engine *e, struct bt_err *err)
@@ -380,6 +373,7 @@ static int create_exec(struct kn_engine *e, struct bt_err *err)
                   .max_outputs = BT_MIN(e->cfg.max_running, e->cfg.max_batch_tokens),
                   .max_ctx = e->max_ctx,
                   .device = e->cfg.device,
+                  .invariant = e->cfg.invariant,
                   .page_tokens = e->cfg.page_tokens},
         .pool = e->pool,
     };

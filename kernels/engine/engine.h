@@ -87,13 +87,14 @@ struct kn_note {
 struct kn_engine_cfg {
     const struct bt_model_file *file;   /* borrowed, outlives the engine */
     const struct bt_mem_ops *mem;       /* of the pool */
-    const struct kn_device_ops *device; /* NULL = CPU; else pool and its dtype are the device's, and
-                                           neither keeper nor handoff can be used */
+    const struct kn_device_ops *device; /* NULL = CPU; else pages live on the device in its dtype,
+                                           and the pool is their copy in host memory (exec.h) */
     /* With prefix reuse: the pool's memory comes from here and outlives the process; blocks that a
      * predecessor sealed in it are adopted. Borrowed, not started yet; NULL = none. */
     struct kv_keeper *keeper;
     int n_threads;
     const char *isa;
+    bool invariant; /* device: a request's bits do not depend on what runs beside it */
     enum kv_dtype kv_dtype;
     int page_tokens;
     size_t pool_bytes; /* rounded down to pages */

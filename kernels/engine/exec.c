@@ -6,6 +6,11 @@
 
 #include <stdlib.h>
 
+/* What of a page is on the device: its first `tokens`, if its generation is still this one. */
+struct on_device {
+    uint32_t generation, tokens;
+};
+
 struct kn_exec {
     struct kn_exec_cfg cfg;
     struct kn_model *model;
@@ -14,7 +19,29 @@ struct kn_exec {
     float *logits;                /* [max_outputs][V] */
     struct kn_device_draw *draws; /* device: [max_batch_seqs] of rows that it draws */
     int32_t *ids;                 /* device: [max_outputs] what it drew, -1 = not */
+    struct bt_mem_region pages;   /* device: the pool there; base NULL = none */
+    struct on_device *on_device;  /* device: [n_pages] */
+    uint32_t *fetch;              /* device: [n_pages] to be copied there before the step */
 };
+
+static int create_pages(struct kn_exec *x, struct bt_err *err)
+{
+    const struct kv_layout *l = kv_pool_layout(x->cfg.pool);
+    int rc;
+
+    if (!x->cfg.model.device) {
+        return BT_OK;
+    }
+    x->on_device = bt_calloc(l->n_pages, sizeof(*x->on_device));
+    x->fetch = bt_calloc(l->n_pages, sizeof(*x->fetch));
+    if (!x->on_device || !x->fetch) {
+        return BT_FAIL(err, BT_E_NOMEM, "executor: no memory");
+    }
+    rc = x->cfg.model.device->mem->alloc(l->bytes, "baton-kv", &x->pages, err);
+    return rc < 0 ? rc
+                  : kn_model_mirror(x->model, l, x->pages.base, kv_pool_region(x->cfg.pool)->base,
+                                    err);
+}
 
 int kn_exec_create(const struct kn_exec_cfg *cfg, struct kn_exec **ret, struct bt_err *err)
 {
@@ -46,6 +73,10 @@ int kn_exec_create(const struct kn_exec_cfg *cfg, struct kn_exec **ret, struct b
                      cfg->model.max_outputs);
         goto fail;
     }
+    rc = create_pages(x, err);
+    if (rc < 0) {
+        goto fail;
+    }
     *ret = x;
     return BT_OK;
 
@@ -63,8 +94,13 @@ void kn_exec_destroy(struct kn_exec *x)
     free(x->draws);
     free(x->ids);
     free(x->seqs);
+    free(x->on_device);
+    free(x->fetch);
     kn_sampler_destroy(x->sampler);
-    kn_model_destroy(x->model);
+    kn_model_destroy(x->model); /* waits for what the device still does */
+    if (x->pages.base) {
+        x->pages.ops->free(&x->pages);
+    }
     free(x);
 }
 
@@ -107,6 +143,48 @@ static bool set_draws(struct kn_exec *x, const struct kn_exec_args *a)
     return left;
 }
 
+/* Pages of earlier positions that are not on the device as the pool has them. */
+static int fetch_pages(struct kn_exec *x, const struct kn_step_plan *plan, struct bt_err *err)
+{
+    uint32_t pt = (uint32_t)kv_pool_layout(x->cfg.pool)->page_tokens;
+    size_t n = 0;
+
+    for (uint32_t i = 0; i < plan->n_rows; i++) {
+        const struct kn_plan_row *row = &plan->rows[i];
+
+        for (uint32_t k = 0; k * pt < row->pos; k++) {
+            uint32_t page = plan->pages[row->first_page + k], need = BT_MIN(pt, row->pos - k * pt);
+            uint32_t generation = kv_pool_generation(x->cfg.pool, page);
+            struct on_device *there = &x->on_device[page];
+
+            if (there->generation != generation || there->tokens < need) {
+                *there = (struct on_device){generation, need};
+                x->fetch[n++] = page;
+            }
+        }
+    }
+    return n > 0 ? kn_model_fetch(x->model, x->fetch, n, err) : BT_OK;
+}
+
+/* Rows above blocks that are still on their way may have read anything: what was fetched for them
+ * does not count. */
+static void note_pages(struct kn_exec *x, const struct kn_step_plan *plan)
+{
+    uint32_t pt = (uint32_t)kv_pool_layout(x->cfg.pool)->page_tokens;
+
+    for (uint32_t i = 0; i < plan->n_rows; i++) {
+        const struct kn_plan_row *row = &plan->rows[i];
+        uint32_t end = row->pos + row->n_tokens;
+
+        for (uint32_t k = row->loading ? 0 : row->pos / pt; k * pt < end; k++) {
+            uint32_t page = plan->pages[row->first_page + k];
+            uint32_t tokens = row->loading ? 0 : BT_MIN(pt, end - k * pt);
+
+            x->on_device[page] = (struct on_device){kv_pool_generation(x->cfg.pool, page), tokens};
+        }
+    }
+}
+
 /* Some rows' tokens from the device, the others from their logits. A row that the device could not
  * draw although it was asked (no logit above -infinity) has no logits here: its first end token. */
 static int run_on_device(struct kn_exec *x,
@@ -123,9 +201,11 @@ static int run_on_device(struct kn_exec *x,
     for (int il = 0; a->layer_wait && il < n_layers; il++) {
         a->layer_wait(a->layer_wait_arg, il);
     }
-    rc = kn_model_submit(x->model, b, err);
+    rc = fetch_pages(x, a->plan, err);
+    rc = rc < 0 ? rc : kn_model_submit(x->model, b, err);
     if (rc == BT_OK) {
         rc = kn_model_wait(x->model, x->ids, logits ? x->logits : NULL, err);
+        note_pages(x, a->plan);
     }
     for (int il = 0; rc == BT_OK && a->layer_done && il < n_layers; il++) {
         a->layer_done(a->layer_done_arg, il);
@@ -175,7 +255,7 @@ int kn_exec_run(struct kn_exec *x, const struct kn_exec_args *a, struct bt_err *
         .ids = plan->ids,
         .n_seqs = (int)plan->n_rows,
         .seqs = x->seqs,
-        .kv = kv_pool_region(x->cfg.pool)->base,
+        .kv = x->pages.base ? x->pages.base : kv_pool_region(x->cfg.pool)->base,
         .layout = kv_pool_layout(x->cfg.pool),
         .logits = x->logits,
         .layer_done = a->layer_done,

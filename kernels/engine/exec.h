@@ -1,5 +1,10 @@
 /* The executor: runs a step plan on one device. Knows batches, no policy.
  *
+ * Where the model runs on a device of its own, pages live there too and the pool is their copy in
+ * host memory: every step writes its rows through to the pool, and what somebody else wrote into
+ * the pool (a transfer, a tier, a predecessor) goes to the device before the step that reads it. A
+ * page's generation tells: it changes whenever a page is taken.
+ *
  * Thread: the engine's. kn_exec_run allocates nothing.
  */
 #ifndef KN_ENGINE_EXEC_H

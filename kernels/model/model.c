@@ -366,6 +366,17 @@ int kn_model_wait(struct kn_model *m, int32_t *drawn, float *logits, struct bt_e
     return m->fwd.device_ops->wait(m->fwd.device, drawn, logits, err);
 }
 
+int kn_model_mirror(
+    struct kn_model *m, const struct kv_layout *layout, void *kv, void *host, struct bt_err *err)
+{
+    return m->fwd.device_ops->mirror(m->fwd.device, layout, kv, host, err);
+}
+
+int kn_model_fetch(struct kn_model *m, const uint32_t *pages, size_t n, struct bt_err *err)
+{
+    return m->fwd.device_ops->fetch(m->fwd.device, pages, n, err);
+}
+
 static int forward_on_device(struct kn_model *m, const struct kn_batch *b, struct bt_err *err)
 {
     int rc;

@@ -82,5 +82,13 @@ int kn_model_forward(struct kn_model *m, const struct kn_batch *b, struct bt_err
 int kn_model_submit(struct kn_model *m, const struct kn_batch *b, struct bt_err *err) BT_MUST_USE;
 int kn_model_wait(struct kn_model *m, int32_t *drawn, float *logits, struct bt_err *err)
     BT_MUST_USE;
+/* `mirror` and `fetch` of the device (kernels/core/device.h). */
+int kn_model_mirror(struct kn_model *m,
+                    const struct kv_layout *layout,
+                    void *kv,
+                    void *host,
+                    struct bt_err *err) BT_MUST_USE;
+int kn_model_fetch(struct kn_model *m, const uint32_t *pages, size_t n, struct bt_err *err)
+    BT_MUST_USE;
 
 #endif

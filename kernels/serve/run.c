@@ -24,6 +24,7 @@
 #define SHUTDOWN_NS     (1 * BT_NS_PER_S)   /* for the last messages to routers */
 
 const char *const kn_serve_devices[] = {"auto", "cpu", "cuda", NULL};
+const char *const kn_serve_numerics[] = {"fast", "invariant", NULL};
 const char *const kn_serve_isas[] = {"auto", "ref", "avx2", "avx512", "amx", NULL};
 const char *const kn_serve_brings[] = {"cheaper", "always", NULL};
 const char *const kn_serve_kv_dtypes[] = {"f16", "f32", NULL};
@@ -242,17 +243,31 @@ static int start_keeper(struct kn_serve *s, struct bt_err *err)
 /* NULL = CPU. A device that is asked for by name must be there. */
 static int open_device(struct kn_serve *s, const struct kn_device_ops **ret, struct bt_err *err)
 {
+    struct bt_err why = {0};
+
     *ret = NULL;
-    if (strcmp(kn_serve_devices[s->conf->device], "cuda") != 0) {
-        return BT_OK;
+    if (strcmp(kn_serve_devices[s->conf->device], "cuda") == 0) {
+        return kn_device_load(NULL, ret, err);
     }
-    if (!s->role->takes[KN_LEG_LOCAL]) {
-        return BT_FAIL(err, BT_E_UNSUPPORTED,
-                       "engine.device=cuda: pages on a device cannot be handed over yet, and a %s "
-                       "node does nothing else",
-                       s->role->name);
+    if (strcmp(kn_serve_devices[s->conf->device], "auto") == 0 &&
+        kn_device_load(NULL, ret, &why) < 0) {
+        BT_DEBUG("no_device", "msg=\"%s\"", why.msg);
     }
-    return kn_device_load(NULL, ret, err);
+    return BT_OK;
+}
+
+/* A model that a device which nobody asked for cannot run goes to the CPU. */
+static int create_engine(struct kn_serve *s, struct kn_engine_cfg *ec, struct bt_err *err)
+{
+    int rc = kn_engine_create(ec, &s->engine, err);
+
+    if (rc == BT_E_UNSUPPORTED && ec->device &&
+        strcmp(kn_serve_devices[s->conf->device], "auto") == 0) {
+        BT_INFO("device_unused", "msg=\"%s\"", bt_err_msg(err, rc));
+        ec->device = NULL;
+        rc = kn_engine_create(ec, &s->engine, err);
+    }
+    return rc;
 }
 
 static int open_engine(struct kn_serve *s, struct bt_err *err)
@@ -263,6 +278,7 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
         .mem = &bt_mem_host,
         .n_threads = c->threads ? (int)c->threads : bt_cpus_usable(),
         .isa = kn_serve_isas[c->isa],
+        .invariant = c->numerics == 1,
         .kv_dtype = (enum kv_dtype)c->kv_dtype,
         .page_tokens = (int)c->page_tokens,
         .pool_bytes = c->pool_bytes,
@@ -298,22 +314,20 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
     rc = rc < 0 ? rc : kn_cache_init(s, err);
     rc = rc < 0 ? rc : open_keeper(s, err);
     ec.keeper = s->keeper;
-    rc = rc < 0 ? rc : kn_engine_create(&ec, &s->engine, err);
+    rc = rc < 0 ? rc : create_engine(s, &ec, err);
     rc = rc < 0 ? rc : start_keeper(s, err);
     if (rc < 0) {
         return rc;
     }
     kv_layout_digest(kv_pool_layout(kn_engine_pool(s->engine)), s->kv_format);
     rc = make_compat(s, s->self.compat, err);
-    if (rc == BT_OK && s->role->handoffs && !ec.device) {
+    if (rc == BT_OK && s->role->handoffs) {
         memcpy(hc.compat, s->self.compat, sizeof(hc.compat));
         hc.pool = kn_engine_pool(s->engine);
         rc = kv_handoff_create(&hc, &s->handoff, err);
     }
-    if (!ec.device) { /* they read the pool by the CPU */
-        rc = rc < 0 ? rc : kn_tiers_open(s, err);
-        rc = rc < 0 ? rc : kn_store_open(s, err);
-    }
+    rc = rc < 0 ? rc : kn_tiers_open(s, err);
+    rc = rc < 0 ? rc : kn_store_open(s, err);
     if (rc == BT_OK) {
         rc = kn_engine_start(s->engine, s->handoff, err);
     }

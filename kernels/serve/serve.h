@@ -28,6 +28,7 @@ struct kn_serve_conf {
     int64_t block_tokens;
     int isa, kv_dtype, bring; /* kn_serve_isas, kn_serve_kv_dtypes, kn_serve_brings */
     int device;               /* kn_serve_devices */
+    int numerics;             /* kn_serve_numerics */
     bool prefix_cache;
     uint64_t pool_bytes, max_queued_bytes;
     char *keeper_socket;
@@ -39,6 +40,7 @@ struct kn_serve_conf {
 
 extern const char *const kn_serve_isas[];
 extern const char *const kn_serve_devices[];   /* auto, cpu, cuda */
+extern const char *const kn_serve_numerics[];  /* fast, invariant */
 extern const char *const kn_serve_brings[];    /* cheaper, always */
 extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype */
 
@@ -77,8 +79,11 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
         BT_CONF_ENUM(S, f.isa, "engine.isa", "auto", kn_serve_isas,                                \
                      "Instruction set of the CPU back end."),                                      \
         BT_CONF_ENUM(S, f.device, "engine.device", "auto", kn_serve_devices,                       \
-                     "Where the model runs: cuda (without handoffs yet), cpu, or auto, which is "  \
-                     "cpu until pages on a device can be handed over."),                           \
+                     "Where the model runs: cuda, cpu, or auto, which is cuda where there is a "   \
+                     "card that runs the model."),                                                 \
+        BT_CONF_ENUM(S, f.numerics, "engine.numerics", "fast", kn_serve_numerics,                  \
+                     "On a card: fast, or invariant, where a request's tokens do not depend on "   \
+                     "the requests beside it (the CPU's never do)."),                              \
         BT_CONF_INT(S, f.page_tokens, "engine.page_tokens", "16", 8, 256,                          \
                     "Tokens a KV page holds; a power of two."),                                    \
         BT_CONF_BOOL(S, f.prefix_cache, "engine.prefix_cache", "on",                               \

@@ -14,7 +14,7 @@ _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers are written a
 
 static size_t element_bytes(const struct kv_layout *l)
 {
-    return l->dtype == KV_DTYPE_F16 ? 2 : 4;
+    return l->dtype == KV_DTYPE_F32 ? 4 : 2;
 }
 
 struct kv_blob_shape kv_blob_shape_of(const struct kv_layout *l, uint32_t block_tokens)

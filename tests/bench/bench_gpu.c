@@ -242,7 +242,9 @@ static void run_products(struct bench *b)
             if (rows[r] >= 8 && !b->sweep) {
                 struct kn_gemm_args a = library_args(&p, 0);
 
-                rig_must(kn_gemm_tune(b->gemm, &a, 16, b->stream, &us), "tune");
+                rig_must(kn_gemm_tune(b->gemm, &(struct kn_gemm_tune_args){.a = &a, .most = 16},
+                                      b->stream, &us),
+                         "tune");
                 snprintf(name, sizeof(name), "%s rows %d cublaslt", s->name, rows[r]);
                 report(b, name, time_of(b, 16, launch_library, &p), product_bytes(&p), ops);
             }
@@ -413,7 +415,9 @@ static double matrix_rate(struct bench *b)
 
     init_product(&p, b, &s, 8192);
     a = library_args(&p, 0);
-    rig_must(kn_gemm_tune(b->gemm, &a, 16, b->stream, &us), "tune");
+    rig_must(
+        kn_gemm_tune(b->gemm, &(struct kn_gemm_tune_args){.a = &a, .most = 16}, b->stream, &us),
+        "tune");
     return 2.0 * 8192 * 14336 * 4096 / us * 1e6;
 }
 
@@ -445,7 +449,8 @@ int main(int argc, char **argv)
         }
     }
     setvbuf(stdout, NULL, _IOLBF, 0);
-    if (kn_cuda_start(&driver, &err) < 0 || kn_gemm_create(KN_CUDA_BF16, &b.gemm, &err) < 0) {
+    if (kn_cuda_start(&driver, &err) < 0 ||
+        kn_gemm_create(KN_CUDA_BF16, false, &b.gemm, &err) < 0) {
         fprintf(stderr, "bench_gpu: %s\n", err.msg);
         return 1;
     }

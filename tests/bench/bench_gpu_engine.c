@@ -10,7 +10,7 @@
  * phases; ratio = floor over measured. Peer: vLLM 0.25.1 as measured on the same card (NOTES.md),
  * not here. Needs a card; neither gRPC nor UCX, no network, no files.
  *
- *   bench_gpu_engine [--json] [--only TEXT] [--layers N] */
+ *   bench_gpu_engine [--json] [--only TEXT] [--layers N] [--invariant] */
 #include "kernels/cuda/module.h"
 #include "kernels/model/model.h"
 #include "tests/bench/probe.h"
@@ -30,7 +30,7 @@
 #define POOL      (256 * (2048 + 128) + 64) /* tokens; 64 x 8k fits too */
 
 struct bench {
-    bool json;
+    bool json, invariant;
     const char *only;
     struct made_model made;
     struct bt_model_file *file;
@@ -58,7 +58,7 @@ static double matrix_rate(void)
     void *x, *w;
     float us;
 
-    if (kn_gemm_create(KN_CUDA_BF16, &g, &err) < 0) {
+    if (kn_gemm_create(KN_CUDA_BF16, false, &g, &err) < 0) {
         die("matrix rate", &err);
     }
     rig_must((int)cudaMalloc(&x, (size_t)M * K * 2), "cudaMalloc");
@@ -68,7 +68,7 @@ static double matrix_rate(void)
     a.w = w;
     rig_must(kn_cuda_fill(KN_CUDA_BF16, x, (size_t)M * K, 1, 1, NULL), "fill");
     rig_must(kn_cuda_fill(KN_CUDA_BF16, w, (size_t)N * K, 1, 2, NULL), "fill");
-    rig_must(kn_gemm_tune(g, &a, 16, NULL, &us), "tune");
+    rig_must(kn_gemm_tune(g, &(struct kn_gemm_tune_args){.a = &a, .most = 16}, NULL, &us), "tune");
     cudaFree(x);
     cudaFree(w);
     cudaFree(a.out);
@@ -85,6 +85,7 @@ static void setup(struct bench *b)
                                .max_ctx = MAX_CTX,
                                .device = kn_cuda_get(KN_DEVICE_ABI),
                                .page_tokens = PAGE,
+                               .invariant = b->invariant,
                                .random_seed = 42};
     double hd = m->heads * m->head_dim, kd = m->kv_heads * m->head_dim, e = m->width;
     struct bt_err err = {0};
@@ -341,6 +342,7 @@ int main(int argc, char **argv)
     static const struct option options[] = {{"json", no_argument, NULL, 'j'},
                                             {"only", required_argument, NULL, 'o'},
                                             {"layers", required_argument, NULL, 'l'},
+                                            {"invariant", no_argument, NULL, 'i'},
                                             {0}};
     struct bench b = {
         .made = {"llama", "BF16", 32, 4096, 32, 8, 128, 14336, 128256, 131072, false, true}};
@@ -355,6 +357,9 @@ int main(int argc, char **argv)
             break;
         case 'o':
             b.only = optarg;
+            break;
+        case 'i':
+            b.invariant = true;
             break;
         case 'l':
             b.made.layers = (int)strtol(optarg, NULL, 10);

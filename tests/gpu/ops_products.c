@@ -284,6 +284,49 @@ static void check_heads(enum kn_cuda_dtype t, int d, int rows, bool norms, bool 
     cudaFree((void *)(uintptr_t)h.page);
 }
 
+/* numerics=invariant: rows of a product have the same bits however many there are. */
+static void check_invariant(enum kn_cuda_dtype t, int n, int k, bool add, bool f32)
+{
+    enum { MOST = 1100 };
+    static const int rows[] = {1, 2, 7, 8, 17, 64, 65, 100, 128, 129, 256, 300, 513, 1024, MOST};
+    size_t bytes = f32 ? 4 : 2;
+    struct mat w = mat_new(t, (size_t)n * (size_t)k, 1),
+               x = mat_new(t, (size_t)MOST * (size_t)k, 1);
+    char *want = malloc((size_t)MOST * (size_t)n * bytes),
+         *got = malloc((size_t)MOST * (size_t)n * bytes);
+    struct kn_gemm *g;
+    struct bt_err err;
+    struct kn_gemm_args a = {.x = x.d, .w = w.d, .n = n, .k = k, .add = add, .f32 = f32};
+
+    must(kn_gemm_create(t, true, &g, &err), "gemm");
+    must((int)cudaMalloc(&a.out, (size_t)MOST * (size_t)n * bytes), "cudaMalloc");
+    for (int r = MOST; r > 0; r = r > 512 ? 512 : r / 2) {
+        float us;
+
+        a.rows = r;
+        must(kn_gemm_tune(g, &(struct kn_gemm_tune_args){.a = &a, .most = 16}, NULL, &us), "tune");
+    }
+    a.room = MOST;
+    for (int i = (int)BT_ARRAY_LEN(rows) - 1; i >= 0; i--) {
+        size_t size = (size_t)rows[i] * (size_t)n * bytes;
+
+        a.rows = rows[i];
+        must((int)cudaMemset(a.out, add ? 0 : 0xff, (size_t)MOST * (size_t)n * bytes), "memset");
+        must(kn_gemm_run(g, &a, NULL), "invariant product");
+        must((int)cudaMemcpy(rows[i] == MOST ? want : got, a.out, size, cudaMemcpyDeviceToHost),
+             "copy");
+        check(rows[i] == MOST || memcmp(want, got, size) == 0,
+              "invariant product %d x %d add=%d f32=%d: %d rows differ from the first of %d", n, k,
+              add, f32, rows[i], MOST);
+    }
+    cudaFree(a.out);
+    kn_gemm_destroy(g);
+    mat_free(&w);
+    mat_free(&x);
+    free(want);
+    free(got);
+}
+
 void check_products(bool quick)
 {
     static const struct {
@@ -294,7 +337,7 @@ void check_products(bool quick)
     struct bt_err err;
 
     for (int t = 0; t < 2; t++) {
-        must(kn_gemm_create((enum kn_cuda_dtype)t, &g[t], &err), "gemm");
+        must(kn_gemm_create((enum kn_cuda_dtype)t, false, &g[t], &err), "gemm");
     }
     for (size_t i = 0; i < BT_ARRAY_LEN(shapes); i++) {
         for (size_t r = 0; r < BT_ARRAY_LEN(rows); r += quick ? 4 : 1) {
@@ -321,4 +364,11 @@ void check_products(bool quick)
     }
     kn_gemm_destroy(g[0]);
     kn_gemm_destroy(g[1]);
+    check_invariant(KN_CUDA_BF16, 1024, 4096, true, false);
+    check_invariant(KN_CUDA_F16, 6144, 1024, false, false);
+    check_invariant(KN_CUDA_BF16, 576, 1536, true, false);
+    check_invariant(KN_CUDA_BF16, 2048, 576, false, true);
+    check_invariant(KN_CUDA_BF16, 256, 512, true, false);
+    check_invariant(KN_CUDA_BF16, 512, 256, false, false);
+    check_invariant(KN_CUDA_BF16, 320, 256, false, true);
 }

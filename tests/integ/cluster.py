@@ -13,6 +13,8 @@ import grpc
 from wire import BUILD, Client
 
 SANITIZED = any(k in os.environ for k in ("ASAN_OPTIONS", "TSAN_OPTIONS"))
+# cuda: nodes compute on the card, where answers are compared across batches too.
+DEVICE = os.environ.get("BATON_TEST_DEVICE", "cpu")
 SLOW = 4 if SANITIZED else 1  # how much longer everything may take
 
 
@@ -149,7 +151,8 @@ class Cluster:
 
     def add_node(self, kind, name, args=()):
         return self.add(f"baton-{kind}", name, ["--heartbeat=100ms", f"--engine.pool_bytes={self.pool}",
-                                                f"--engine.threads={self.threads}", *self.node_extra, *args])
+                                                f"--engine.threads={self.threads}", f"--engine.device={DEVICE}",
+                                                "--engine.numerics=invariant", *self.node_extra, *args])
 
     def add_store(self, name, args=()):
         return self.add("baton-kvstore", name, args, model=False)

@@ -8,6 +8,7 @@
 
 #include "common/base/buf.h"
 #include "common/thr/time.h"
+#include "kernels/core/device.h"
 #include "kernels/engine/engine.h"
 
 #include <pthread.h>
@@ -95,6 +96,20 @@ static inline struct bt_model_file *rig_model(void)
     return mf;
 }
 
+/* BATON_TEST_DEVICE=cuda: engines run on the card (tests/run.sh --gpu), with a model that fits. */
+static inline const struct kn_device_ops *rig_device(void)
+{
+    const char *name = getenv("BATON_TEST_DEVICE");
+    const struct kn_device_ops *ops = NULL;
+    struct bt_err err = {0};
+
+    if (name && strcmp(name, "cuda") == 0 &&
+        kn_device_load(getenv("BATON_TEST_MODULE"), &ops, &err) < 0) {
+        fail_msg("%s", err.msg);
+    }
+    return ops;
+}
+
 struct rig_opts {
     int threads, page_tokens, budget, running;
     uint32_t n_pages;
@@ -112,6 +127,8 @@ static inline void rig_create(struct rig *r, const struct bt_model_file *mf, str
                   (size_t)c->head_dim * 2;
     struct kn_engine_cfg cfg = {.file = mf,
                                 .mem = &bt_mem_host,
+                                .device = rig_device(),
+                                .invariant = true, /* answers are compared across batches */
                                 .n_threads = o.threads,
                                 .isa = "auto",
                                 .kv_dtype = KV_DTYPE_F16,

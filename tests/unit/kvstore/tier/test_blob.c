@@ -90,6 +90,37 @@ static void test_page_sizes(void **state)
     kv_pool_destroy(large);
 }
 
+/* Both 16-bit dtypes take half of what F32 does. */
+static void test_dtypes(void **state)
+{
+    static const enum kv_dtype half[] = {KV_DTYPE_F16, KV_DTYPE_BF16};
+    const uint32_t pages[] = {7, 2, 9, 4}, back[] = {1, 3, 5, 6};
+
+    for (size_t i = 0; i < BT_ARRAY_LEN(half); i++) {
+        struct kv_pool *pool = make_pool(8, half[i]);
+        struct kv_blob_shape s = kv_blob_shape_of(kv_pool_layout(pool), BLOCK);
+        size_t page = kv_pool_layout(pool)->page_stride;
+        unsigned char *a = malloc(s.layer_bytes + 64);
+
+        assert_int_equal(s.layer_bytes, 2 * HEADS * BLOCK * DIM * 2);
+        memset(a + s.layer_bytes, 0xa5, 64);
+        for (uint32_t p = 0; p < 4; p++) {
+            memset(kv_pool_page(pool, 1, pages[p]), (int)(17 * p + 1), page);
+        }
+        kv_blob_gather(pool, pages, BLOCK, 1, a);
+        for (int k = 0; k < 64; k++) {
+            assert_int_equal(a[s.layer_bytes + (size_t)k], 0xa5); /* nothing beyond its size */
+        }
+        kv_blob_scatter(pool, back, BLOCK, 1, a);
+        for (uint32_t p = 0; p < 4; p++) {
+            assert_memory_equal(kv_pool_page(pool, 1, pages[p]), kv_pool_page(pool, 1, back[p]),
+                                page);
+        }
+        free(a);
+        kv_pool_destroy(pool);
+    }
+}
+
 /* Pages behind a tail: zeros in the blob, not written back. */
 static void test_pages_left_out(void **state)
 {
@@ -253,9 +284,9 @@ static void test_runs(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_page_sizes), cmocka_unit_test(test_pages_left_out),
-        cmocka_unit_test(test_head),       cmocka_unit_test(test_head_limits),
-        cmocka_unit_test(test_runs),
+        cmocka_unit_test(test_page_sizes),     cmocka_unit_test(test_dtypes),
+        cmocka_unit_test(test_pages_left_out), cmocka_unit_test(test_head),
+        cmocka_unit_test(test_head_limits),    cmocka_unit_test(test_runs),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
