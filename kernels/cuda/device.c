@@ -13,6 +13,7 @@
  * to 32 rows; a whole step of one row took 5.07 ms with them and 4.91 without (tests/bench/NOTES.md
  * says what is suspected), so for now none. */
 #define STREAM_ROWS 0
+#define STEP_ROWS   4 /* in one kernel (step.cu), which runs up to KN_STEP_MAX_ROWS */
 
 static void close_device(struct kn_device *d)
 {
@@ -85,6 +86,7 @@ static size_t lay_out(struct kn_device *d)
         {&d->page, t * sizeof(int32_t)},
         {&d->wanted_rows, s * sizeof(int32_t)},
         {&d->drawn, o * sizeof(int32_t)},
+        {&d->counter, sizeof(*d->counter)},
         {&d->draws, s * sizeof(struct kn_cuda_draw)},
         {&d->all.row_start, (s + 1) * sizeof(int32_t)},
         {&d->all.ctx_len, s * sizeof(int32_t)},
@@ -216,6 +218,7 @@ static int open_device(const struct kn_device_cfg *cfg, struct kn_device **ret, 
     d->c = c;
     d->dtype = cfg->dtype == BT_DTYPE_BF16 ? KN_CUDA_BF16 : KN_CUDA_F16;
     d->stream_rows = STREAM_ROWS;
+    d->step_rows = cfg->invariant || !kn_cuda_v_steps(d) ? 0 : STEP_ROWS;
     d->attn = (struct kn_cuda_attn_shape){
         .dtype = d->dtype,
         .n_heads = c->n_heads,
@@ -241,6 +244,7 @@ static int open_device(const struct kn_device_cfg *cfg, struct kn_device **ret, 
     if (rc == BT_OK) {
         e = alloc_all(d);
         e = e ? e : kn_cuda_stream_init();
+        e = e ? e : kn_cuda_step_init();
         e = e ? e : kn_cuda_attn_init(&d->attn);
         e = e ? e : fill_constants(d);
         rc = e ? kn_cuda_fail(err, "setting up the device", e) : BT_OK;

@@ -144,6 +144,31 @@ int kn_cuda_stream_gemm(enum kn_cuda_dtype t,
                         const struct kn_cuda_stream_gemm_args *a,
                         kn_cuda_stream s);
 
+/* Products of a decode step of few rows one after the other in one launch: kernels/cuda/step.cu.
+ * Each phase begins when the one before it is complete on the whole card. */
+#define KN_STEP_MAX_ROWS 8
+#define KN_STEP_PHASES   4
+struct kn_cuda_step_phase {
+    const void *w; /* [N, K], K a multiple of 64; N of 8 * 2 where outputs come in pairs */
+    const void *x; /* [rows, K] */
+    size_t x_stride, out_stride; /* elements */
+    const float *norm;           /* [K]: x is normed first; NULL = not */
+    const float *bias;           /* QKV: [N] or NULL */
+    int n, k;
+    enum kn_cuda_stream_out kind; /* ADD, SWIGLU, F32, or QKV without norms of heads */
+    void *out;
+};
+struct kn_cuda_step_args {
+    int rows, n_phases, n_sms;
+    int stages; /* 0 = the kernel's choice */
+    float eps;
+    struct kn_cuda_step_phase phases[KN_STEP_PHASES];
+    struct kn_cuda_heads heads;  /* of the QKV phase */
+    unsigned long long *counter; /* zero at first; of one stream */
+};
+int kn_cuda_step_init(void);
+int kn_cuda_step(enum kn_cuda_dtype t, const struct kn_cuda_step_args *a, kn_cuda_stream s);
+
 /* Draws tokens from rows of f32 logits as kernels/model/sampler.h defines it. One block a row. */
 struct kn_cuda_draw {
     float temperature;

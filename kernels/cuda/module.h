@@ -46,7 +46,7 @@ int kn_cuda_fail(struct bt_err *err, const char *what, int cuda_error);
 /* Matrix products through cuBLASLt: out [rows, N] (+)= x [rows, K] w [N, K]^T. Plans are kept by
  * shape; the first product of a shape asks the library, `tune` measures its candidates.
  * `invariant`: an element's bits do not depend on the rows beside it. Only algorithms are used that
- * gave the bits of the first one, in `tune`; a product of other numbers of rows than those tuned
+ * gave the right bits in `tune`; a product of other numbers of rows than those tuned
  * takes the next larger of them that there is room for, and overwrites those rows of out. */
 struct kn_gemm;
 struct kn_gemm_args {
@@ -70,6 +70,7 @@ struct kn_gemm_tune_args {
     const struct kn_gemm_args *a;
     const void *const *w;
     int n_w, most;
+    const void *bits; /* invariant: what row 0 must be with w[0]; NULL = what the first gives */
 };
 int kn_gemm_tune(struct kn_gemm *g,
                  const struct kn_gemm_tune_args *a,
@@ -131,6 +132,7 @@ struct kn_device {
     size_t plan_bytes;
     int pages_stride;
     size_t blob_words;
+    int step_rows;   /* decode steps of up to so many rows go through kn_cuda_step */
     int stream_rows; /* products of up to so many rows go through kn_cuda_stream_gemm */
 
     char *work;             /* one allocation for all arrays below */
@@ -143,6 +145,10 @@ struct kn_device {
     int32_t *blob, *ids, *pos, *page, *wanted_rows, *drawn;
     struct kn_cuda_draw *draws;
     struct kn_cuda_view all, wanted; /* of the pass being recorded */
+
+    unsigned long long *counter;   /* of kn_cuda_step */
+    bool stepping;                 /* the pass being recorded goes through kn_cuda_step ... */
+    struct kn_cuda_step_args step; /* ... and these phases wait for their launch */
 
     /* The pass being recorded. */
     const struct kn_cuda_view *view;
@@ -181,6 +187,8 @@ void kn_cuda_v_attention(struct kn_device *d, int layer);
 void kn_cuda_v_attn_out(struct kn_device *d, const struct kn_weight *o);
 void kn_cuda_v_ffn(struct kn_device *d, const struct kn_device_ffn *a);
 void kn_cuda_v_logits(struct kn_device *d, const float *norm, const struct kn_weight *output);
+/* May steps of few rows of this model go through kn_cuda_step? */
+bool kn_cuda_v_steps(const struct kn_device *d);
 /* Draws the tokens of the pass on the device. */
 void kn_cuda_v_sample(struct kn_device *d);
 

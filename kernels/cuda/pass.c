@@ -8,6 +8,8 @@
 
 #include "common/base/buf.h"
 
+#include <stdlib.h>
+
 /* Rows for which decode steps are recorded. */
 static const int graph_rows[KN_CUDA_GRAPHS] = {1,   2,   4,   8,   16,  24,  32,  48,
                                                64,  80,  96,  112, 128, 144, 160, 176,
@@ -271,6 +273,9 @@ static int send(struct kn_device *d,
 
 static void issue(struct kn_device *d, void (*record)(void *arg), void *arg)
 {
+    d->stepping = d->all.rows <= d->step_rows && d->all.n_decode == d->all.n_seqs &&
+                  d->n_wanted == d->all.rows;
+    d->step.n_phases = 0;
     d->view = &d->all;
     d->cur_x = d->x;
     d->cur_qkv = d->qkv;
@@ -402,13 +407,19 @@ int kn_cuda_wait(struct kn_device *d, int32_t *drawn, float *logits, struct bt_e
     return BT_OK;
 }
 
+/* Activations that a projection reads while it is tuned. */
+static const struct kn_cuda_act *act_of(const struct kn_device *d, const struct kn_cuda_weight *w)
+{
+    return w->k == d->act.width ? &d->act : w->k == d->att.width ? &d->att : &d->h;
+}
+
 /* Products of the projections [n] of one shape at `rows` rows. */
-static int tune_one(struct kn_device *d, const void *const *w, int n, int rows)
+static int tune_one(struct kn_device *d, const void *const *w, int n, int rows, const void *bits)
 {
     const struct kn_cuda_weight *first = d->tuned;
     const struct bt_model_config *c = d->c;
     bool head = first->n == c->n_vocab;
-    struct kn_gemm_args a = {.x = first->k == c->d_ff ? d->act.p : d->h.p,
+    struct kn_gemm_args a = {.x = act_of(d, first)->p,
                              .w = first->data,
                              .rows = rows,
                              .n = first->n,
@@ -416,14 +427,37 @@ static int tune_one(struct kn_device *d, const void *const *w, int n, int rows)
                              .add = first->n == c->d_model,
                              .f32 = head,
                              .out = head ? (void *)d->logits : d->gu};
-    struct kn_gemm_tune_args t = {.a = &a, .w = w, .n_w = n, .most = rows > 1024 ? 6 : 16};
+    struct kn_gemm_tune_args t = {
+        .a = &a, .w = w, .n_w = n, .most = rows > 1024 ? 6 : 16, .bits = bits};
     float us;
 
-    if ((head && rows > d->cfg.max_outputs) || first->n > 2 * c->d_ff + (head ? first->n : 0) ||
-        first->k > BT_MAX(c->d_model, c->d_ff)) {
+    if (head && rows > d->cfg.max_outputs) {
         return 0;
     }
     return kn_gemm_tune(d->gemm, &t, d->stream, &us);
+}
+
+/* Row 0 of the product of d->tuned, added up from the first column to the last in steps of 16: what
+ * invariant numerics are, whatever the size of passes. */
+static int one_order_bits(struct kn_device *d, void *ret)
+{
+    const struct kn_cuda_weight *w = d->tuned;
+    bool head = w->n == d->c->n_vocab;
+    struct kn_cuda_stream_gemm_args a = {.w = &w->map,
+                                         .x = &act_of(d, w)->maps[0],
+                                         .n = w->n,
+                                         .k = w->k,
+                                         .rows = 1,
+                                         .kind = head ? KN_STREAM_F32 : KN_STREAM_STORE,
+                                         .out = head ? (void *)d->logits : d->gu,
+                                         .out_stride = (size_t)w->n,
+                                         .split = 1};
+    int rc = kn_cuda_stream_gemm(d->dtype, &a, d->stream);
+
+    rc = rc ? rc
+            : (int)cudaMemcpyAsync(ret, a.out, (size_t)w->n * (head ? 4 : 2),
+                                   cudaMemcpyDeviceToHost, d->stream);
+    return rc ? rc : (int)cudaStreamSynchronize(d->stream);
 }
 
 /* Numbers of rows that products are tuned for, the largest first: chunks of prompts, then steps. A
@@ -460,6 +494,7 @@ static int tuned_rows(const struct kn_device *d, int *ret)
 static int tune_shape(struct kn_device *d, const struct kn_cuda_weight *of)
 {
     const void *w[16];
+    void *bits = NULL;
     int rows[KN_CUDA_GRAPHS + 20], n_rows = tuned_rows(d, rows), n = 0, rc = 0;
 
     for (const struct kn_cuda_weight *q = of; q && n < (int)BT_ARRAY_LEN(w); q = q->next) {
@@ -468,9 +503,17 @@ static int tune_shape(struct kn_device *d, const struct kn_cuda_weight *of)
         }
     }
     d->tuned = of;
-    for (int i = 0; i < n_rows && rc == 0; i++) {
-        rc = tune_one(d, w, n, rows[i]);
+    if (of->k != act_of(d, of)->width || (of->n > 2 * d->c->d_ff && of->n != d->c->n_vocab)) {
+        return 0; /* there is no room for it: it stays untuned */
     }
+    if (d->cfg.invariant) {
+        bits = malloc((size_t)of->n * sizeof(float));
+        rc = bits ? one_order_bits(d, bits) : (int)cudaErrorMemoryAllocation;
+    }
+    for (int i = 0; i < n_rows && rc == 0; i++) {
+        rc = tune_one(d, w, n, rows[i], bits);
+    }
+    free(bits);
     return rc;
 }
 
@@ -484,6 +527,9 @@ int kn_cuda_tune(struct kn_device *d, struct bt_err *err)
     rc = rc ? rc
             : kn_cuda_fill(d->dtype, d->act.p,
                            (size_t)d->cfg.max_batch_tokens * (size_t)d->act.width, 1, 2, d->stream);
+    rc = rc ? rc
+            : kn_cuda_fill(d->dtype, d->att.p,
+                           (size_t)d->cfg.max_batch_tokens * (size_t)d->att.width, 1, 3, d->stream);
     for (const struct kn_cuda_weight *w = d->weights; w && rc == 0; w = w->next) {
         int i = 0;
 

@@ -98,6 +98,53 @@ static void norm(struct kn_device *d, const float *weight)
     did(d, "norm", kn_cuda_norm(d->dtype, &a, d->stream));
 }
 
+/* ---- steps of few rows ---- */
+
+bool kn_cuda_v_steps(const struct kn_device *d)
+{
+    const struct bt_model_config *c = d->c;
+
+    return c->d_model % 64 == 0 && c->d_ff % 64 == 0 && (c->n_heads * c->head_dim) % 64 == 0 &&
+           !c->qk_norm;
+}
+
+/* Launches the phases that wait. */
+static void step_launch(struct kn_device *d)
+{
+    d->step.rows = d->view->rows;
+    d->step.n_sms = d->attn.n_sms;
+    d->step.eps = d->c->rms_eps;
+    d->step.counter = d->counter;
+    if (d->step.n_phases > 0) {
+        did(d, "step", kn_cuda_step(d->dtype, &d->step, d->stream));
+    }
+    d->step.n_phases = 0;
+}
+
+/* x: [rows, K] of the weights; norm NULL = as it is. */
+static void step_phase(
+    struct kn_device *d, const struct product *p, const void *x, size_t x_stride, const float *norm)
+{
+    const struct kn_cuda_weight *w = p->w->handle;
+
+    if (d->step.n_phases == KN_STEP_PHASES) {
+        step_launch(d);
+    }
+    d->step.phases[d->step.n_phases++] = (struct kn_cuda_step_phase){.w = w->data,
+                                                                     .x = x,
+                                                                     .x_stride = x_stride,
+                                                                     .out_stride = p->out_stride,
+                                                                     .norm = norm,
+                                                                     .bias = w->bias,
+                                                                     .n = w->n,
+                                                                     .k = w->k,
+                                                                     .kind = p->kind,
+                                                                     .out = p->out};
+    if (p->heads) {
+        d->step.heads = *p->heads;
+    }
+}
+
 void kn_cuda_v_embed(struct kn_device *d, const void *table)
 {
     struct kn_cuda_embed_args a = {.table = table,
@@ -132,6 +179,10 @@ void kn_cuda_v_qkv(struct kn_device *d, const struct kn_device_qkv *a)
                         .out_stride = (size_t)a->w->n,
                         .heads = &heads};
 
+    if (d->stepping) {
+        step_phase(d, &p, d->cur_x, (size_t)d->c->d_model, a->norm);
+        return;
+    }
     norm(d, a->norm);
     multiply(d, &p);
     kn_cuda_mirror_layer(d, a->layer);
@@ -187,6 +238,9 @@ void kn_cuda_v_attention(struct kn_device *d, int layer)
         .workspace = d->attn_work,
     };
 
+    if (d->stepping) {
+        step_launch(d);
+    }
     if (v->n_decode > 0) {
         did(d, "attention", kn_cuda_attn_decode(&d->attn, &a, d->stream));
     }
@@ -209,7 +263,9 @@ void kn_cuda_v_attn_out(struct kn_device *d, const struct kn_weight *o)
                         .out = d->cur_x,
                         .out_stride = (size_t)d->c->d_model};
 
-    if (d->view->rows > 0) {
+    if (d->stepping) {
+        step_phase(d, &p, d->att.p, (size_t)d->att.width, NULL);
+    } else if (d->view->rows > 0) {
         multiply(d, &p);
     }
 }
@@ -227,7 +283,10 @@ void kn_cuda_v_ffn(struct kn_device *d, const struct kn_device_ffn *a)
                            .out = d->cur_x,
                            .out_stride = (size_t)d->c->d_model};
 
-    if (d->view->rows > 0) {
+    if (d->stepping) {
+        step_phase(d, &gu, d->cur_x, (size_t)d->c->d_model, a->norm);
+        step_phase(d, &down, d->act.p, (size_t)d->c->d_ff, NULL);
+    } else if (d->view->rows > 0) {
         norm(d, a->norm);
         multiply(d, &gu);
         multiply(d, &down);
@@ -242,7 +301,10 @@ void kn_cuda_v_logits(struct kn_device *d, const float *weight, const struct kn_
                         .out = d->logits,
                         .out_stride = (size_t)d->c->n_vocab};
 
-    if (d->view->rows > 0) {
+    if (d->stepping) {
+        step_phase(d, &p, d->cur_x, (size_t)d->c->d_model, weight);
+        step_launch(d);
+    } else if (d->view->rows > 0) {
         norm(d, weight);
         multiply(d, &p);
     }

@@ -379,6 +379,8 @@ int main(int argc, char **argv)
     }
     setup(&b);
     run_decode(&b, 1, 2048, 4.97);
+    run_decode(&b, 2, 2048, 0);
+    run_decode(&b, 4, 2048, 0);
     run_decode(&b, 8, 2048, 0);
     run_decode(&b, 64, 2048, 9.48);
     run_decode(&b, 256, 2048, 25.0);

@@ -15,6 +15,7 @@ from wire import BUILD, Client
 SANITIZED = any(k in os.environ for k in ("ASAN_OPTIONS", "TSAN_OPTIONS"))
 # cuda: nodes compute on the card, where answers are compared across batches too.
 DEVICE = os.environ.get("BATON_TEST_DEVICE", "cpu")
+HEAD_DIM = 16 if DEVICE == "cpu" else 64  # of the tiny model
 SLOW = 4 if SANITIZED else 1  # how much longer everything may take
 
 

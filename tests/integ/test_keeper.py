@@ -17,7 +17,7 @@ import time
 import grpc
 import pytest
 
-from cluster import SANITIZED, SLOW, Cluster, eventually
+from cluster import HEAD_DIM, SANITIZED, SLOW, Cluster, eventually
 from test_cache_events import Follower
 from wire import DIRECT, LOCAL
 
@@ -195,7 +195,7 @@ def test_kills_under_load(cluster, plain):
 def test_kills_while_blocks_are_pushed_out(cluster, plain):
     """A pool that is far too small: pages change hands all the time, and none is taken for another."""
     rng = random.Random(7)
-    page = 3 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, dim, tokens, bytes
+    page = 3 * 2 * 2 * HEAD_DIM * 16 * 2  # layers, K and V, heads, dim, tokens, bytes
     c = cluster(prefill=0, decode=1, role="both", keeper=True, pool=str(page * 90))
     c.allow(*DEATHS)
     load, adopted, evicted = Load(c, plain), 0, 0
@@ -259,7 +259,7 @@ def test_stop_and_upgrade_keep_the_cache(cluster, plain):
 
 def test_adopted_blocks_sink_into_the_tiers(cluster, plain):
     """Used once after the restart, they are kept elsewhere too when the pool needs their pages."""
-    page = 3 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, dim, tokens, bytes
+    page = 3 * 2 * 2 * HEAD_DIM * 16 * 2  # layers, K and V, heads, dim, tokens, bytes
     c = cluster(prefill=0, decode=1, role="both", keeper=True, pool=str(page * 90),
                 node_args=["--engine.bring=always"])
     c.allow(*DEATHS)
@@ -305,7 +305,7 @@ def test_torn_pages_are_refused(cluster, plain, torn):
     for p in prompts:
         ask(c, p, LOCAL)
     s = c.status("decode-0")
-    page, stride = 3, 2 * 2 * 16 * 16 * 2  # K and V, heads, tokens, dim, bytes: a page in a layer
+    page, stride = 3, 2 * 2 * 16 * HEAD_DIM * 2  # K and V, heads, tokens, dim, bytes: a page in a layer
     kill(c, "decode-0")
     mem = memory(c, "decode-0")
     assert len(mem) >= s.pages_total * stride * 3

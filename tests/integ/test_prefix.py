@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from cluster import Cluster, eventually
+from cluster import HEAD_DIM, Cluster, eventually
 from wire import AUTO, DIRECT, LOCAL
 
 BLOCK = 128
@@ -131,7 +131,7 @@ def test_PFX_03_many_with_one_prefix(cluster, plain):
 
 def test_short_of_pages(cluster, plain):
     """Cold prompts push out cached blocks; nothing is refused and no page is lost."""
-    page = 3 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, dim, tokens, bytes
+    page = 3 * 2 * 2 * HEAD_DIM * 16 * 2  # layers, K and V, heads, dim, tokens, bytes
     c = cluster(pool=str(page * 80))
     for path in (DIRECT, LOCAL):
         for seed in [*range(8), *range(8)]:
