@@ -269,9 +269,9 @@ static void test_KVX_01_deadline_on_idle_node(void **state)
     pair_open(&two, (struct rig_opts){1, 16, 64, 8, 64, .max_ctx = 512},
               (struct rig_opts){1, 16, 64, 8, 64, .max_ctx = 512});
     d = submit(&two, (struct ask){
-                         .shape = 4, .d = true, .deadline_ns = bt_deadline_ns(100 * BT_NS_PER_MS)});
+                         .shape = 4, .d = true, .deadline_ns = bt_deadline_ns(600 * BT_NS_PER_MS)});
     p = submit(&two, (struct ask){
-                         .shape = 4, .p = true, .deadline_ns = bt_deadline_ns(100 * BT_NS_PER_MS)});
+                         .shape = 4, .p = true, .deadline_ns = bt_deadline_ns(600 * BT_NS_PER_MS)});
     rig_wait(&two.d.rig, 1);
     rig_wait(&two.p.rig, 1);
     assert_int_equal(two.d.rig.results[d].rc, BT_E_DEADLINE);
