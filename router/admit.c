@@ -72,7 +72,7 @@ static double limit_s(const struct rt_request *req)
         limit = req->deadline_ns > now ? (double)(req->deadline_ns - now) / 1e9 : 0;
     }
     if (most > 0) {
-        limit = fmin(limit, ((double)most - (double)(now - req->t_start)) / 1e9);
+        limit = fmin(limit, ((double)most - (double)(now - req->trace->t.came)) / 1e9);
     }
     return limit;
 }

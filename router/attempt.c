@@ -69,6 +69,7 @@ void rt_request_retry(struct rt_request *req, int rc, const char *msg)
     if (req->state == RT_REQUEST_DONE) {
         return;
     }
+    rt_observe_failed(req, msg);
     if (n >= (uint32_t)req->router->conf->retries) {
         rt_request_fail(req, rc == BT_E_CANCELLED ? BT_E_UNAVAILABLE : rc,
                         msg); /* not the client's doing */
@@ -216,8 +217,8 @@ static void launch(struct rt_request *req, const struct rt_pick *pick, struct rt
     struct rt_node *d = td->node, *p = tp ? tp->node : NULL;
     int rc;
 
-    if (!req->t_asked) {
-        req->t_asked = bt_now_ns();
+    if (!req->trace->t.asked) {
+        req->trace->t.asked = bt_now_ns();
     }
     BT_DEBUG("route",
              "req=%s prefill=%s/%u decode=%s/%u queue=%.4f bring=%.4f compute=%.4f evict=%.4f "
@@ -236,6 +237,7 @@ static void launch(struct rt_request *req, const struct rt_pick *pick, struct rt
     snprintf(req->prefill_name, sizeof(req->prefill_name), "%s", p ? p->name : d->name);
     req->decode_rank = td->rank;
     req->prefill_rank = tp ? tp->rank : td->rank;
+    rt_observe_launched(req);
     rt_request_set_state(req, p ? RT_REQUEST_PREFILL : RT_REQUEST_LOCAL);
     rc = start_legs(req, tp, td);
     if (rc < 0) {
@@ -334,9 +336,11 @@ dispatch_among(struct rt_request *req, struct rt_node_view *views, struct rt_tar
     };
     const struct rt_store *store = NULL;
     const struct rt_node_view *v;
+    struct rt_seen seen = {0};
     struct rt_pick pick;
     struct bt_err err = {0};
 
+    a.seen = &seen;
     a.n = view_targets(req, views, targets);
     rt_cache_fill_args(req, &a);
     if (take_store(req, &a, &store, &err) == BT_OK &&
@@ -351,6 +355,7 @@ dispatch_among(struct rt_request *req, struct rt_node_view *views, struct rt_tar
         }
         rt_admit_started(req);
         note_estimate(req, &pick.est, v);
+        rt_observe_picked(req, &seen, views, &pick);
         begin_attempt(req, &pick, store, targets);
         return true;
     }

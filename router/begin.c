@@ -129,6 +129,7 @@ static int have_prompt(struct rt_request *req, struct bt_err *err)
     int rc = take_limits(req, err);
 
     if (rc == BT_OK) {
+        req->trace->t.tokenized = bt_now_ns();
         rt_request_set_state(req, RT_REQUEST_QUEUED);
         rt_request_enqueue(req, 0);
     }
@@ -208,10 +209,13 @@ int rt_request_begin(struct rt_router *r,
                                .client = client,
                                .state = RT_REQUEST_TOKENIZE,
                                .timer.fn = rt_request_on_timer,
-                               .t_start = bt_loop_now(r->loop),
                                .claim = make_claim(),
                                .deadline_ns = client->deadline_ns};
     snprintf(req->id, sizeof(req->id), "%016llx", (unsigned long long)rt_random(r));
+    if (rt_observe_begin(req) < 0) {
+        free(req);
+        return BT_FAIL(err, BT_E_NOMEM, "no memory for a request");
+    }
     bt_list_push_back(&r->requests, &req->link);
     r->n_requests++;
     rc = take_message(req, msg, err);

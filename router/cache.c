@@ -66,32 +66,76 @@ static int identity_of(struct rt_router *r, const struct rt_node *n, uint32_t bl
 }
 
 /* Fingerprints of the prompt's full blocks. Without memory: none, which costs hits only. */
-static const struct rt_keys *keys_of(struct rt_request *req, int ident)
+static void make_keys(struct rt_router *r,
+                      const struct rt_ident *id,
+                      const struct rt_find_args *of,
+                      struct rt_keys *k)
 {
-    struct rt_router *r = req->router;
-    const struct rt_ident *id = &r->cache.idents[ident];
-    struct rt_keys *k = &req->keys[ident];
     struct kv_key_root_args root = {.secret = bt_str_of(r->conf->cluster.secret),
                                     .model_digest = rt_model_digest(r->model),
                                     .weight_epoch = id->compat.weight_epoch,
-                                    .tenant_salt = bt_str_of(req->cache_salt),
+                                    .tenant_salt = bt_str_of(of->cache_salt),
                                     .kv_format_digest = id->compat.kv_format,
                                     .numerics = bt_str_of(id->compat.numerics)};
     struct kv_key key;
 
-    if (k->fps || k->n_tokens == req->prompt.n) {
-        return k;
-    }
-    k->n_tokens = req->prompt.n;
-    k->fps = bt_calloc(req->prompt.n / id->block_tokens + 1, sizeof(*k->fps));
+    k->n_tokens = of->n_ids;
+    k->fps = bt_calloc(of->n_ids / id->block_tokens + 1, sizeof(*k->fps));
     if (!k->fps || kv_key_root(r->cache.hasher, &root, &key, NULL) < 0) {
-        return k;
+        return;
     }
-    for (size_t at = 0; at + id->block_tokens <= req->prompt.n; at += id->block_tokens) {
-        kv_key_block(r->cache.hasher, &key, req->prompt.p + at, id->block_tokens, &key);
+    for (size_t at = 0; at + id->block_tokens <= of->n_ids; at += id->block_tokens) {
+        kv_key_block(r->cache.hasher, &key, of->ids + at, id->block_tokens, &key);
         k->fps[k->n++] = kv_key_fingerprint(&key);
     }
+}
+
+static const struct rt_keys *keys_of(struct rt_request *req, int ident)
+{
+    struct rt_router *r = req->router;
+    struct rt_find_args of = {req->prompt.p, req->prompt.n, req->cache_salt, NULL, NULL};
+    struct rt_keys *k = &req->keys[ident];
+
+    if (!k->fps && k->n_tokens != req->prompt.n) {
+        make_keys(r, &r->cache.idents[ident], &of, k);
+    }
     return k;
+}
+
+static void tell_holder(const struct rt_find_args *a,
+                        const struct rt_target *t,
+                        const struct rt_run *runs,
+                        size_t n_runs)
+{
+    for (size_t j = 0; j < n_runs; j++) {
+        if (runs[j].view == t->feed.view && t->feed.view != RT_VIEW_NONE) {
+            a->fn(a->arg, t, &runs[j]);
+        }
+    }
+}
+
+int rt_cache_find(struct rt_router *r, const struct rt_find_args *a)
+{
+    for (int i = 0; i < r->cache.n_idents; i++) {
+        struct rt_keys k = {0};
+        const struct rt_run *runs;
+        size_t n_runs;
+
+        make_keys(r, &r->cache.idents[i], a, &k);
+        if (!k.fps) {
+            return BT_E_NOMEM;
+        }
+        runs = rt_index_look(r->cache.index, k.fps, k.n, &n_runs);
+        bt_list_for_each (it, &r->nodes) {
+            const struct rt_node *n = BT_LIST_ENTRY(it, struct rt_node, link);
+
+            for (uint32_t rank = 0; rank < n->n_targets && n->ident == i; rank++) {
+                tell_holder(a, &n->targets[rank], runs, n_runs);
+            }
+        }
+        free(k.fps);
+    }
+    return BT_OK;
 }
 
 void rt_cache_free_keys(struct rt_request *req)
@@ -435,7 +479,7 @@ static void mean(double *m, double v, double weight)
 void rt_cache_finished(struct rt_request *req)
 {
     struct rt_router *r = req->router;
-    double gap = (double)(req->t_second - req->t_first) / 1e9;
+    double gap = (double)(req->trace->t.second - req->trace->t.first) / 1e9;
 
     mean(&r->cache.answer_tokens, (double)req->answer.ids.n, LEARN);
     if (req->retries > 0) {
@@ -448,7 +492,7 @@ void rt_cache_finished(struct rt_request *req)
         r->cache.tier_cached[t] += req->cached_tier_tokens[t];
         r->cache.tier_tokens[t] += req->expected_tier_tokens[t];
     }
-    if (req->path_taken == RT_PATH_DIRECT && req->t_second) {
+    if (req->path_taken == RT_PATH_DIRECT && req->trace->t.second) {
         r->cache.n_handoffs++;
         mean(&r->cache.handoff_s, gap,
              r->cache.n_handoffs < 20 ? 1.0 / (double)r->cache.n_handoffs : LEARN);

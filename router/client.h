@@ -29,6 +29,8 @@ struct rt_client {
     struct rt_request *req; /* NULL = none, or closed */
     struct bt_who who;      /* what the port has found: whose tenant it may be */
     uint64_t deadline_ns;   /* BT_NEVER_NS = none */
+    uint64_t came_ns;       /* when it came, where that was before the loop saw it; 0 = now */
+    const char *via;        /* static: "grpc" or "http"; NULL = grpc */
     double retry_after_s;   /* set before a failure: when it is worth another try; 0 = not known */
     uint32_t choice;        /* which of several answers to one prompt with one seed */
 };

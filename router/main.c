@@ -92,6 +92,27 @@ static const struct bt_conf_opt opts[] = {
                      86400000,
                      "Requests whose first token would take longer are refused; 0 = none."),
     BT_CONF_DURATION(struct rt_conf,
+                     good_first_ns,
+                     "goodput.first_token",
+                     "2s",
+                     0,
+                     86400000,
+                     "An answer counts as good if its first token came within this time,"),
+    BT_CONF_DURATION(struct rt_conf,
+                     good_token_ns,
+                     "goodput.token",
+                     "100ms",
+                     0,
+                     86400000,
+                     "and each later one within this time, on average of the answer."),
+    BT_CONF_INT(struct rt_conf,
+                keep_traces,
+                "explain.keep",
+                "512",
+                0,
+                65536,
+                "Requests that have ended and can still be explained."),
+    BT_CONF_DURATION(struct rt_conf,
                      node_queue_ns,
                      "admission.node_queue",
                      "2s",
@@ -293,7 +314,7 @@ static void ask_stop(void *arg)
 
 /* --- start and stop -------------------------------------------------------------------------- */
 
-/* service: two, of clients and of operators; they outlive the server. */
+/* service: three, of clients, of operators and of who only looks; they outlive the server. */
 static int open_server(struct rt_router *r, struct bt_rpc_service *service, struct bt_err *err)
 {
     struct bt_rpc_server_config sc = {.sec = bt_node_sec(r->node),
@@ -311,11 +332,16 @@ static int open_server(struct rt_router *r, struct bt_rpc_service *service, stru
                                          .methods = rt_operator_methods,
                                          .n_methods = rt_operator_n_methods,
                                          .user = r};
+    service[2] = (struct bt_rpc_service){.name = "baton.v1.Inspect",
+                                         .methods = rt_inspect_methods,
+                                         .n_methods = rt_inspect_n_methods,
+                                         .user = r};
     if ((rc = bt_node_check_listen(&r->conf->common, BT_SEC_GRPC, "listen", r->conf->listen, err)) <
             0 ||
         (rc = bt_rpc_server_create(r->loop, &sc, &r->server, err)) < 0 ||
         (rc = bt_rpc_server_register(r->server, &service[0], err)) < 0 ||
         (rc = bt_rpc_server_register(r->server, &service[1], err)) < 0 ||
+        (rc = bt_rpc_server_register(r->server, &service[2], err)) < 0 ||
         (rc = bt_health_create(r->server, &r->health, err)) < 0 ||
         (rc = bt_reflection_create(r->server, &set, 1, &r->reflection, err)) < 0 ||
         (rc = bt_rpc_server_listen(r->server, r->conf->listen, &port, err)) < 0) {
@@ -359,7 +385,8 @@ static int start(struct rt_router *r, struct bt_rpc_service *service, struct bt_
     if ((code = rt_admit_init(r, err)) < 0) {
         return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_OTHER, code, err);
     }
-    if ((code = rt_cache_init(r, err)) < 0 || (code = rt_tok_worker_start(r, err)) < 0) {
+    if ((code = rt_traces_create((size_t)r->conf->keep_traces, &r->traces, err)) < 0 ||
+        (code = rt_cache_init(r, err)) < 0 || (code = rt_tok_worker_start(r, err)) < 0) {
         return bt_node_fail(BT_EXIT_OTHER, code, err);
     }
     if ((code = open_server(r, service, err)) < 0) {
@@ -408,6 +435,7 @@ static void stop(struct rt_router *r)
     rt_cache_fini(r);
     rt_admit_fini(r);
     rt_stores_fini(r);
+    rt_traces_destroy(r->traces);
     bt_reflection_destroy(r->reflection);
     bt_health_destroy(r->health);
     bt_loop_destroy(r->loop);
@@ -421,7 +449,7 @@ static int run(struct bt_node *node, const struct rt_conf *conf)
                           .node = node,
                           .incarnation = bt_incarnation_make(),
                           .stop_msg.handle = on_stop};
-    struct bt_rpc_service service[2];
+    struct bt_rpc_service service[3];
     struct bt_err err = {0};
     char host[40] = "";
     int code;

@@ -92,6 +92,36 @@ static void consider(struct best *b, int idx, double cost, bool excluded)
     b->cost = cost < b->cost ? cost : b->cost;
 }
 
+/* Keeps it if it is among the cheapest of its kind. */
+static void see(const struct rt_pick_args *a,
+                enum rt_seen_kind kind,
+                int idx,
+                double cost,
+                const struct rt_estimate *est)
+{
+    struct rt_seen *s = a->seen;
+    unsigned at;
+
+    if (!s) {
+        return;
+    }
+    s->n_all[kind]++;
+    at = s->n[kind] < RT_SEEN_MAX ? s->n[kind]++ : RT_SEEN_MAX;
+    if (at == RT_SEEN_MAX) {
+        at = 0;
+        for (unsigned i = 1; i < RT_SEEN_MAX; i++) {
+            at = s->v[kind][i].cost > s->v[kind][at].cost ? i : at;
+        }
+        if (s->v[kind][at].cost <= cost) {
+            return;
+        }
+    }
+    s->v[kind][at] = (struct rt_seen_node){.idx = idx, .cost = cost};
+    if (est) {
+        s->v[kind][at].est = *est;
+    }
+}
+
 static int best_decode_for(const struct rt_pick_args *a, int prefill)
 {
     struct best b = {.idx = -1, .ticket = a->ticket ^ 0x9e3779b97f4a7c15ull};
@@ -101,7 +131,10 @@ static int best_decode_for(const struct rt_pick_args *a, int prefill)
         const struct rt_node_view *v = &a->nodes[i];
 
         if (can_receive(v) && rt_compat_equal(a->nodes[prefill].compat, v->compat, why)) {
-            consider(&b, (int)i, rt_cost_answer(a, v, false), v->excluded);
+            double cost = rt_cost_answer(a, v, false);
+
+            consider(&b, (int)i, cost, v->excluded);
+            see(a, RT_SEEN_DECODE, (int)i, cost, NULL);
         }
     }
     return b.idx;
@@ -159,6 +192,7 @@ static bool pick_pair(const struct rt_pick_args *a, struct rt_pick *ret)
             e = rt_cost_prompt(a, &a->nodes[i]);
             least = n_targets++ ? BT_MIN(least, e.queue_s) : e.queue_s;
             consider(&b, (int)i, route_cost(a, &e, nth, n), a->nodes[i].excluded);
+            see(a, RT_SEEN_PREFILL, (int)i, rt_estimate_cost(&e), &e);
         }
         nth++;
     }
@@ -174,12 +208,11 @@ static bool pick_pair(const struct rt_pick_args *a, struct rt_pick *ret)
     return true;
 }
 
-/* All that the request costs on v alone. */
-static double alone_cost(const struct rt_pick_args *a, const struct rt_node_view *v)
+/* All that the request costs on v alone; e is of its prompt there. */
+static double
+alone_cost(const struct rt_pick_args *a, const struct rt_node_view *v, const struct rt_estimate *e)
 {
-    struct rt_estimate e = rt_cost_prompt(a, v);
-
-    return rt_estimate_cost(&e) + rt_cost_stall(a, v, &e) + rt_cost_answer(a, v, true);
+    return rt_estimate_cost(e) + rt_cost_stall(a, v, e) + rt_cost_answer(a, v, true);
 }
 
 static bool pick_local(const struct rt_pick_args *a, struct rt_pick *ret)
@@ -190,10 +223,12 @@ static bool pick_local(const struct rt_pick_args *a, struct rt_pick *ret)
 
     for (size_t i = 0; i < a->n; i++) {
         if (can_local(&a->nodes[i])) {
-            double queue_s = rt_cost_prompt(a, &a->nodes[i]).queue_s;
+            struct rt_estimate e = rt_cost_prompt(a, &a->nodes[i]);
+            double cost = alone_cost(a, &a->nodes[i], &e);
 
-            least = n_targets++ ? BT_MIN(least, queue_s) : queue_s;
-            consider(&b, (int)i, alone_cost(a, &a->nodes[i]), a->nodes[i].excluded);
+            least = n_targets++ ? BT_MIN(least, e.queue_s) : e.queue_s;
+            consider(&b, (int)i, cost, a->nodes[i].excluded);
+            see(a, RT_SEEN_LOCAL, (int)i, cost, &e);
         }
     }
     if (b.idx < 0) {
@@ -256,7 +291,7 @@ is_cheaper(const struct rt_pick_args *a, const struct rt_pick *alone, const stru
     const struct rt_node_view *v = &a->nodes[alone->decode], *d = &a->nodes[pair->decode];
 
     return a->handoff_s > 0 && v->speed && v->speed->n_prompt >= RT_LOCAL_SEEN &&
-           alone_cost(a, v) <
+           alone_cost(a, v, &alone->est) <
                rt_estimate_cost(&pair->est) + a->handoff_s + rt_cost_answer(a, d, false);
 }
 

@@ -71,6 +71,8 @@ struct rt_node_view {
     double block_s[RT_TIERS]; /* to bring a block of the tier; 0 = not known, not used */
 };
 
+struct rt_seen;
+
 struct rt_pick_args {
     const struct rt_node_view *nodes;
     size_t n;
@@ -87,6 +89,7 @@ struct rt_pick_args {
     uint64_t ticket;
     uint64_t turn; /* ROUND_ROBIN */
     uint64_t now_ns;
+    struct rt_seen *seen; /* zeroed; filled with what was weighed. NULL = not wanted */
 };
 
 /* What is expected of the prompt on the node that computes it. */
@@ -94,6 +97,19 @@ struct rt_estimate {
     double queue_s, bring_s, compute_s, evict_s, share_s;
     uint32_t cached_blocks;
     uint32_t tier_blocks[RT_TIERS]; /* of them, by the fastest tier */
+};
+
+/* What was weighed for each leg: the cheapest nodes of all. `est` is not of decode legs. */
+enum rt_seen_kind { RT_SEEN_PREFILL, RT_SEEN_DECODE, RT_SEEN_LOCAL, RT_SEEN_KINDS };
+#define RT_SEEN_MAX 4
+struct rt_seen_node {
+    int idx;
+    double cost;
+    struct rt_estimate est;
+};
+struct rt_seen {
+    struct rt_seen_node v[RT_SEEN_KINDS][RT_SEEN_MAX];
+    unsigned n[RT_SEEN_KINDS], n_all[RT_SEEN_KINDS];
 };
 
 struct rt_pick {

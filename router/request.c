@@ -43,7 +43,7 @@ void rt_request_drop_legs(struct rt_request *req, bool cancel)
 }
 
 /* No leg is ours any more; the client still is, until it closes us. */
-static void done(struct rt_request *req, enum rt_outcome outcome)
+static void done(struct rt_request *req, enum rt_outcome outcome, int rc)
 {
     struct rt_stats *stats = &req->router->stats;
 
@@ -62,6 +62,7 @@ static void done(struct rt_request *req, enum rt_outcome outcome)
     stats->outcomes[outcome]++;
     stats->prompt_tokens += req->prompt.n;
     stats->retries += req->retries;
+    rt_observe_end(req, outcome, rc);
 }
 
 void rt_request_fail(struct rt_request *req, int rc, const char *msg)
@@ -73,24 +74,25 @@ void rt_request_fail(struct rt_request *req, int rc, const char *msg)
     }
     snprintf(err.msg, sizeof(err.msg), "%s", msg);
     BT_DEBUG("request", "req=%s rc=%s msg=\"%s\"", req->id, bt_rc_name(rc), err.msg);
-    done(req, rt_outcome_of(rc));
+    done(req, rt_outcome_of(rc), rc);
     req->client->ops->fail(req->client, rc, &err);
 }
 
 void rt_request_fail_early(struct rt_request *req, int rc)
 {
-    done(req, rt_outcome_of(rc));
+    done(req, rt_outcome_of(rc), rc);
     rt_request_closed(req);
 }
 
 void rt_request_closed(struct rt_request *req)
 {
-    done(req, RT_OUTCOME_CANCELLED);
+    done(req, RT_OUTCOME_CANCELLED, BT_E_CANCELLED);
     bt_list_remove(&req->link);
     rt_answer_fini(&req->answer);
     wire_sampling_owned_fini(&req->sampling);
     bt_ids_fini(&req->prompt);
     rt_cache_free_keys(req);
+    rt_trace_destroy(req->trace); /* NULL unless something went wrong at the very beginning */
     free(req->early);
     free(req->client_id);
     free(req->cache_salt);
@@ -109,7 +111,7 @@ void rt_requests_count(const struct rt_router *r, size_t n[RT_REQUEST_STATE_COUN
 
 static double seconds(const struct rt_request *req, uint64_t t)
 {
-    return t ? (double)(t - req->t_start) / 1e9 : 0;
+    return t ? (double)(t - req->trace->t.came) / 1e9 : 0;
 }
 
 /* What the last message says besides tokens. */
@@ -120,9 +122,9 @@ static void fill_end(const struct rt_request *req, Baton__V1__Usage *u, Baton__V
     u->completion_tokens = (uint32_t)req->answer.ids.n;
     u->cached_tokens = req->cached_tokens;
     baton__v1__timing__init(t);
-    t->queue = seconds(req, req->t_asked);
-    t->first_token = seconds(req, req->t_first);
-    t->second_token = seconds(req, req->t_second);
+    t->queue = seconds(req, req->trace->t.asked);
+    t->first_token = seconds(req, req->trace->t.first);
+    t->second_token = seconds(req, req->trace->t.second);
     t->total = seconds(req, bt_now_ns());
     t->prefill_node = (char *)(uintptr_t)req->prefill_name;
     t->decode_node = (char *)(uintptr_t)req->decode_name;
@@ -135,19 +137,6 @@ static void fill_end(const struct rt_request *req, Baton__V1__Usage *u, Baton__V
     t->retries = req->retries;
     t->prefill_rank = req->prefill_rank;
     t->decode_rank = req->decode_rank;
-}
-
-static void stamp(struct rt_request *req)
-{
-    size_t n = req->answer.ids.n;
-
-    if (n >= 1 && !req->t_first) {
-        req->t_first = bt_now_ns();
-        rt_histogram_add(&req->router->stats.first_token, seconds(req, req->t_first));
-    }
-    if (n >= 2 && !req->t_second) {
-        req->t_second = bt_now_ns();
-    }
 }
 
 /* Sends what the answer holds; with a finish it is the last message and ends the call. */
@@ -182,7 +171,8 @@ send(struct rt_request *req, const struct rt_token *tokens, Baton__V1__FinishRea
         rt_request_fail(req, rc, bt_rc_text(rc));
     } else if (last) {
         rt_cache_finished(req);
-        done(req, RT_OUTCOME_OK);
+        req->finish = finish == BATON__V1__FINISH_REASON__FINISH_STOP ? "stop" : "length";
+        done(req, RT_OUTCOME_OK, BT_OK);
         req->client->ops->finish(req->client);
     }
 }
@@ -194,6 +184,7 @@ static void take(struct rt_request *req,
                  Baton__V1__FinishReason finish)
 {
     bool last = finish != BATON__V1__FINISH_REASON__FINISH_NONE;
+    size_t before = req->answer.ids.n;
     int rc = BT_OK;
 
     for (size_t i = 0; rc == BT_OK && i < n && !req->answer.stopped; i++) {
@@ -211,7 +202,7 @@ static void take(struct rt_request *req,
     if (req->answer.stopped) {
         finish = BATON__V1__FINISH_REASON__FINISH_STOP;
     }
-    stamp(req);
+    rt_observe_tokens(req, before, req->answer.ids.n);
     send(req, tokens, finish);
 }
 
@@ -387,6 +378,9 @@ void rt_request_output(struct rt_leg *leg, const Baton__V1__StreamOutput *m, boo
     }
     if (m->cached_tokens > 0 && leg->kind != RT_LEG_DECODE) {
         take_cached(req, m);
+    }
+    if (m->times) {
+        rt_observe_times(req, leg, m->times);
     }
     if (m->error) {
         on_error(req, leg, m->error);

@@ -35,6 +35,7 @@ struct rt_request {
     struct rt_estimate est;                                   /* of this attempt */
     uint32_t expected_tokens, expected_tier_tokens[RT_TIERS]; /* cached ones */
 
+    const char *finish;              /* static; NULL = not yet */
     struct rt_leg *prefill, *decode; /* of this attempt; decode: also the local leg */
     struct rt_token *early;
     size_t n_early, cap_early;
@@ -50,13 +51,31 @@ struct rt_request {
     struct bt_timer timer;                 /* QUEUED: the next look for nodes */
     uint64_t not_before_ns, wait_until_ns; /* QUEUED */
 
-    uint64_t t_start, t_asked, t_first, t_second;
+    struct rt_trace *trace; /* with all moments; given away at the end */
     char prefill_name[BT_MEMBER_NAME_MAX + 1], decode_name[BT_MEMBER_NAME_MAX + 1];
     uint32_t prefill_rank, decode_rank;
     enum rt_path path_taken;
     struct rt_store store; /* STORE: of this attempt */
     bool store_failed;
 };
+
+/* observe.c: what is remembered, counted and logged of a request. */
+int rt_observe_begin(struct rt_request *req) BT_MUST_USE;
+/* Nodes were chosen; views as in the arguments of the choice. */
+void rt_observe_picked(struct rt_request *req,
+                       const struct rt_seen *seen,
+                       const struct rt_node_view *views,
+                       const struct rt_pick *pick);
+void rt_observe_launched(struct rt_request *req);
+void rt_observe_times(struct rt_request *req,
+                      const struct rt_leg *leg,
+                      const Baton__V1__LegTimes *m);
+void rt_observe_failed(struct rt_request *req, const char *why);
+/* The answer has grown to n tokens from n_before. */
+void rt_observe_tokens(struct rt_request *req, size_t n_before, size_t n);
+void rt_observe_end(struct rt_request *req, enum rt_outcome outcome, int rc);
+/* Brings the trace of a running request up to date. */
+void rt_observe_refresh(struct rt_request *req);
 
 static inline uint64_t rt_request_now(const struct rt_request *req)
 {

@@ -23,6 +23,7 @@
 #include "router/policy.h"
 #include "router/states.h"
 #include "router/stats.h"
+#include "router/trace.h"
 #include "router/work.h"
 
 #define RT_WIRE_VERSION 1
@@ -39,6 +40,8 @@ struct rt_conf {
     int path;  /* enum rt_path */
     int route; /* enum rt_route */
     uint64_t reuse_ns, first_token_ns, node_queue_ns;
+    uint64_t good_first_ns, good_token_ns;
+    int64_t keep_traces;
     int64_t max_queued, tenant_queued, tenant_running;
     char *weights;
     uint64_t max_request_bytes, max_queued_bytes;
@@ -93,6 +96,7 @@ struct rt_router {
 
     struct rt_stores *stores; /* NULL = none known */
     struct rt_stats stats;
+    struct rt_traces *traces;
     struct bt_list requests; /* struct rt_request.link */
     size_t n_requests;       /* not DONE */
 
@@ -256,6 +260,23 @@ void rt_cache_free_keys(struct rt_request *req);
 void rt_cache_fill_info(const struct rt_router *r, Baton__V1__CacheInfo *m);
 void rt_cache_fill_node(const struct rt_node *n, Baton__V1__NodeInfo *m);
 
+/* Calls fn for each target that has a run of the prompt's blocks; block sizes and hashes are those
+ * of the node's kind. BT_E_NOMEM. */
+typedef void (*rt_holder_fn)(void *arg, const struct rt_target *t, const struct rt_run *run);
+struct rt_find_args {
+    const int32_t *ids;
+    size_t n_ids;
+    const char *cache_salt;
+    rt_holder_fn fn;
+    void *arg;
+};
+int rt_cache_find(struct rt_router *r, const struct rt_find_args *a) BT_MUST_USE;
+
+/* --- access.c: the access log --- */
+/* A line for a request that has ended; does nothing where no log is configured. */
+void rt_access_write(const struct rt_router *r, const struct rt_trace *t);
+const char *rt_path_name(enum rt_path path);
+
 /* --- admit.c: who is refused, who waits, who is next --- */
 int rt_admit_init(struct rt_router *r, struct bt_err *err) BT_MUST_USE;
 void rt_admit_fini(struct rt_router *r);
@@ -390,6 +411,9 @@ int rt_generate(struct rt_router *r,
                 struct rt_client *client,
                 const Baton__V1__GenerateRequest *msg,
                 struct bt_err *err) BT_MUST_USE;
+/* inspect.c: baton.v1.Inspect */
+extern const struct bt_rpc_method rt_inspect_methods[];
+extern const size_t rt_inspect_n_methods;
 extern const struct bt_rpc_method rt_service_methods[];
 extern const size_t rt_service_n_methods;
 

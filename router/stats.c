@@ -3,6 +3,8 @@
 
 #include "common/base/rc.h"
 
+#include <stdio.h>
+
 const char *const rt_outcome_names[RT_OUTCOMES] = {"ok",         "cancelled",   "invalid",
                                                    "overloaded", "unavailable", "error"};
 
@@ -31,13 +33,37 @@ enum rt_outcome rt_outcome_of(int rc)
     }
 }
 
-void rt_histogram_add(struct rt_histogram *h, double value)
+uint64_t rt_histogram_n(const struct rt_histogram *h)
+{
+    uint64_t n = 0;
+
+    for (size_t i = 0; i <= RT_HISTOGRAM_BUCKETS; i++) {
+        n += h->n[i];
+    }
+    return n;
+}
+
+struct rt_tenant_stats *rt_stats_tenant(struct rt_stats *s, const char *name)
+{
+    for (unsigned i = 0; i < s->n_tenants; i++) {
+        if (strcmp(s->tenants[i].name, name) == 0) {
+            return &s->tenants[i];
+        }
+    }
+    if (s->n_tenants == RT_TENANTS_MAX) {
+        return &s->other_tenants;
+    }
+    snprintf(s->tenants[s->n_tenants].name, sizeof(s->tenants[0].name), "%s", name);
+    return &s->tenants[s->n_tenants++];
+}
+
+void rt_histogram_add(struct rt_histogram *h, double value, uint64_t n)
 {
     size_t i = 0;
 
     while (i < RT_HISTOGRAM_BUCKETS && value > rt_histogram_bounds[i]) {
         i++;
     }
-    h->n[i]++;
-    h->sum += value;
+    h->n[i] += n;
+    h->sum += value * (double)n;
 }

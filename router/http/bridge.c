@@ -192,6 +192,7 @@ void rt_http_on_submit(struct bt_msg *msg, void *loop)
     handled(h);
     ch->client.ops = &client_ops;
     ch->client.deadline_ns = BT_NEVER_NS;
+    ch->client.via = "http";
     ch->end = (struct rt_http_event){.kind = RT_HTTP_END, .target = ch};
     ch->gone = (struct rt_http_event){.kind = RT_HTTP_GONE, .target = ch};
     bt_list_push_back(&h->live, &ch->live);

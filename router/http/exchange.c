@@ -538,6 +538,7 @@ static int make_choices(struct rt_http_ex *ex)
 
         ch->client.choice = (uint32_t)(i % ex->spec.n);
         ch->client.who = ex->conn->who;
+        ch->client.came_ns = bt_now_ns();
         ch->h = ex->h;
         ch->ex = ex;
         ch->idx = (uint32_t)i;

@@ -274,6 +274,11 @@ void rt_http_emit(struct rt_http *h, struct rt_http_event *ev);
 /* Every live request fails. */
 void rt_http_bridge_cancel_all(struct rt_http *h, const char *why);
 
+/* series.c */
+int rt_http_put_help(struct bt_buf *b, const char *name, const char *type, const char *help)
+    BT_MUST_USE;
+int rt_http_put_series(const struct rt_router *r, struct bt_buf *b) BT_MUST_USE;
+
 /* metrics.c: answers of the loop */
 void rt_http_answer(struct rt_http *h, struct rt_http_ask *ask);
 

@@ -1,5 +1,5 @@
 /* What the router says of itself over HTTP: health, readiness, its model, metrics. Every series is
- * bounded by what the cluster consists of; no label comes from a client. Loop thread. */
+ * bounded by what the cluster consists of; series.c has those of requests. Loop thread. */
 #include "router/http/http_int.h"
 
 #include <time.h>
@@ -46,15 +46,10 @@ static int put_models(const struct rt_router *r, struct bt_buf *b)
 
 /* --- metrics --------------------------------------------------------------------------------- */
 
-static int put_help(struct bt_buf *b, const char *name, const char *type, const char *help)
-{
-    return bt_buf_printf(b, "# HELP %s %s\n# TYPE %s %s\n", name, help, name, type);
-}
-
 static int
 put_value(struct bt_buf *b, const char *name, const char *type, const char *help, uint64_t value)
 {
-    int rc = put_help(b, name, type, help);
+    int rc = rt_http_put_help(b, name, type, help);
 
     return rc < 0 ? rc : bt_buf_printf(b, "%s %llu\n", name, (unsigned long long)value);
 }
@@ -63,7 +58,7 @@ static int put_requests(const struct rt_router *r, struct bt_buf *b)
 {
     size_t n[RT_REQUEST_STATE_COUNT];
     uint64_t waiting = 0;
-    int rc = put_help(b, "baton_router_requests", "gauge", "Requests by state.");
+    int rc = rt_http_put_help(b, "baton_router_requests", "gauge", "Requests by state.");
 
     rt_requests_count(r, n);
     for (int i = 0; rc == BT_OK && i < RT_REQUEST_STATE_COUNT; i++) {
@@ -87,7 +82,7 @@ static int put_nodes(const struct rt_router *r, struct bt_buf *b)
 {
     size_t n[RT_NODE_STATE_COUNT] = {0};
     uint64_t total = 0, free_pages = 0;
-    int rc = put_help(b, "baton_router_nodes", "gauge", "Nodes by state.");
+    int rc = rt_http_put_help(b, "baton_router_nodes", "gauge", "Nodes by state.");
 
     count_nodes(r, n);
     for (int i = 0; rc == BT_OK && i < RT_NODE_STATE_COUNT; i++) {
@@ -105,9 +100,10 @@ static int put_nodes(const struct rt_router *r, struct bt_buf *b)
         }
     }
     if (rc == BT_OK) {
-        rc = put_help(b, "vllm:kv_cache_usage_perc", "gauge",
-                      "Part of the decode nodes' KV pages in use, 0 to 1 (the name that gateways "
-                      "read).");
+        rc = rt_http_put_help(
+            b, "vllm:kv_cache_usage_perc", "gauge",
+            "Part of the decode nodes' KV pages in use, 0 to 1 (the name that gateways "
+            "read).");
     }
     return rc < 0 ? rc
                   : bt_buf_printf(b, "vllm:kv_cache_usage_perc %.6g\n",
@@ -132,7 +128,7 @@ static int put_speeds(const struct rt_router *r, struct bt_buf *b)
     int rc = BT_OK;
 
     for (size_t i = 0; rc == BT_OK && i < BT_ARRAY_LEN(series); i++) {
-        rc = put_help(b, series[i].name, "gauge", series[i].help);
+        rc = rt_http_put_help(b, series[i].name, "gauge", series[i].help);
         bt_list_for_each (it, &r->nodes) {
             const struct rt_node *n = BT_LIST_ENTRY(it, struct rt_node, link);
             Baton__V1__NodeInfo m = BATON__V1__NODE_INFO__INIT;
@@ -152,30 +148,12 @@ static int put_speeds(const struct rt_router *r, struct bt_buf *b)
     return rc;
 }
 
-static int
-put_histogram(struct bt_buf *b, const char *name, const char *help, const struct rt_histogram *hist)
-{
-    int rc = put_help(b, name, "histogram", help);
-    uint64_t n = 0;
-
-    for (size_t i = 0; rc == BT_OK && i < RT_HISTOGRAM_BUCKETS; i++) {
-        n += hist->n[i];
-        rc = bt_buf_printf(b, "%s_bucket{le=\"%g\"} %llu\n", name, rt_histogram_bounds[i],
-                           (unsigned long long)n);
-    }
-    n += hist->n[RT_HISTOGRAM_BUCKETS];
-    return rc < 0
-               ? rc
-               : bt_buf_printf(b, "%s_bucket{le=\"+Inf\"} %llu\n%s_sum %.9g\n%s_count %llu\n", name,
-                               (unsigned long long)n, name, hist->sum, name, (unsigned long long)n);
-}
-
 /* One series a tier. */
 static int
 put_tiers(struct bt_buf *b, const char *name, const char *help, const uint64_t tokens[RT_TIERS])
 {
     static const char *const tiers[RT_TIERS] = {"engine", "host", "disk", "store"};
-    int rc = put_help(b, name, "counter", help);
+    int rc = rt_http_put_help(b, name, "counter", help);
 
     for (int t = 0; rc == BT_OK && t < RT_TIERS; t++) {
         rc = bt_buf_printf(b, "%s{tier=\"%s\"} %llu\n", name, tiers[t],
@@ -208,8 +186,8 @@ static int put_metrics(const struct rt_router *r, struct bt_buf *b)
     int rc;
 
     if ((rc = put_requests(r, b)) < 0 || (rc = put_nodes(r, b)) < 0 ||
-        (rc = put_help(b, "baton_router_requests_total", "counter",
-                       "Requests that have ended, by outcome.")) < 0) {
+        (rc = rt_http_put_help(b, "baton_router_requests_total", "counter",
+                               "Requests that have ended, by outcome.")) < 0) {
         return rc;
     }
     for (int i = 0; rc == BT_OK && i < RT_OUTCOMES; i++) {
@@ -229,8 +207,7 @@ static int put_metrics(const struct rt_router *r, struct bt_buf *b)
     if ((rc = put_hits(r, b)) < 0 || (rc = put_speeds(r, b)) < 0) {
         return rc;
     }
-    return put_histogram(b, "baton_router_time_to_first_token_seconds",
-                         "From the request's arrival to its first token.", &s->first_token);
+    return rt_http_put_series(r, b);
 }
 
 /* --- answers --------------------------------------------------------------------------------- */

@@ -209,7 +209,7 @@ def test_metrics_count_what_was_relayed(c, h):
     assert h.metric("vllm:num_requests_running") == h.metric("vllm:num_requests_waiting") == 0
     _, text = h.call("GET", "/metrics")
     for line in text.decode().splitlines():
-        assert re.fullmatch(r'# (HELP|TYPE) [\w:]+ .+|[\w:]+(\{\w+="[^"]*"\})? [0-9.e+-]+', line), line
+        assert re.fullmatch(r'# (HELP|TYPE) [\w:]+ .+|[\w:]+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? [0-9.e+-]+', line), line
 
 
 # --- reported faults ----------------------------------------------------------------------------
