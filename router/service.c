@@ -285,6 +285,7 @@ static void get_server(struct bt_rpc_call *call, const ProtobufCMessage *msg)
     size_t n_rows = r->n_nodes + rt_stores_n(r), n = 0;
     struct node_row *rows = bt_calloc(n_rows + 1, sizeof(*rows));
     Baton__V1__NodeInfo **ptrs = bt_calloc(n_rows + 1, sizeof(*ptrs));
+    struct timespec now;
     char hex[65];
 
     if (!rows || !ptrs) {
@@ -323,6 +324,8 @@ static void get_server(struct bt_rpc_call *call, const ProtobufCMessage *msg)
             canaries[i] = &canary[i];
         }
         out.membership = (char *)(uintptr_t)(r->membership_frozen ? "frozen" : "live");
+        clock_gettime(CLOCK_REALTIME, &now);
+        out.time_us = (uint64_t)now.tv_sec * 1000000 + (uint64_t)now.tv_nsec / 1000;
         bt_rpc_call_reply(call, &out.base);
     }
     free(rows);

@@ -699,6 +699,39 @@ void kn_engine_cancel(struct kn_engine *e, uint64_t tag)
     }
 }
 
+struct flush {
+    struct bt_msg msg;
+    int done_fd;
+    uint32_t n_pages;
+};
+
+static void handle_flush(struct bt_msg *msg, void *consumer)
+{
+    struct flush *f = BT_CONTAINER_OF(msg, struct flush, msg);
+    struct kn_engine *e = consumer;
+
+    f->n_pages = e->index ? kv_index_evict(e->index, UINT32_MAX) : 0;
+    bt_eventfd_wake(&f->done_fd);
+}
+
+uint32_t kn_engine_flush(struct kn_engine *e)
+{
+    struct flush f = {.msg.handle = handle_flush, .done_fd = -1};
+    struct pollfd fd;
+
+    bt_list_init(&f.msg.link);
+    if (bt_eventfd_create(&f.done_fd, NULL) < 0) {
+        return 0;
+    }
+    fd = (struct pollfd){.fd = f.done_fd, .events = POLLIN};
+    if (bt_mailbox_push(&e->mailbox, &f.msg)) {
+        while (poll(&fd, 1, -1) < 0) { /* interrupted */
+        }
+    }
+    bt_close_fd(&f.done_fd);
+    return f.n_pages;
+}
+
 struct kn_engine_stats kn_engine_stats(const struct kn_engine *e)
 {
 #define GET(field) .field = atomic_load_explicit(&e->stats.field, memory_order_relaxed)

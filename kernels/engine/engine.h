@@ -178,6 +178,10 @@ int kn_engine_submit(struct kn_engine *e,
  * tags are ignored. */
 void kn_engine_cancel(struct kn_engine *e, uint64_t tag);
 
+/* Any thread but the engine's: gives up all cached blocks that no request holds, waits for it and
+ * returns how many pages that were. */
+uint32_t kn_engine_flush(struct kn_engine *e);
+
 struct kn_engine_stats {
     uint32_t waiting, running,
         holding; /* holding: finished prompts waiting for their decode node */

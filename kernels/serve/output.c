@@ -249,6 +249,7 @@ void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call)
     struct kn_engine_stats st = kn_engine_stats(s->engine);
     struct kv_pool_stats pool = kv_pool_stats(kn_engine_pool(s->engine));
     struct kv_handoff_stats ho = {0};
+    struct timespec now;
 
     if (s->handoff) {
         ho = kv_handoff_stats(s->handoff);
@@ -305,5 +306,7 @@ void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call)
     m.numerics = (char *)(uintptr_t)kn_engine_numerics(s->engine);
     m.transports = s->conf->net_transports;
     m.sessions = s->n_sessions;
+    clock_gettime(CLOCK_REALTIME, &now);
+    m.time_us = (uint64_t)now.tv_sec * 1000000 + (uint64_t)now.tv_nsec / 1000;
     bt_rpc_call_reply(call, &m.base);
 }

@@ -496,6 +496,7 @@ static bool stop(struct kn_serve *s)
     bt_rpc_server_destroy(s->server);
     bt_reflection_destroy(s->reflection);
     bt_health_destroy(s->health);
+    kn_flush_stop(s);
     clean = !s->engine || kn_engine_stop(s->engine);
     if (s->handoff) {
         kv_handoff_destroy(s->handoff);

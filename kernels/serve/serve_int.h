@@ -37,6 +37,7 @@ struct kn_serve {
     struct kv_keeper *keeper; /* NULL = none */
     struct kn_engine *engine;
     struct kv_tiers *tiers;   /* NULL = none configured */
+    struct kn_flush *flush;   /* under way, NULL = none */
     struct kv_server *blocks; /* NULL = not part of the KV store; so are the next two */
     struct kv_client *store;
     struct bt_blockmap *blockmap; /* guarded by the lock where the tiers' thread uses it */
@@ -153,6 +154,12 @@ void kn_store_members(void *arg, struct bt_members *take_members);
 void kn_store_stop(struct kn_serve *s);
 void kn_store_close(struct kn_serve *s);
 void kn_store_status(struct kn_serve *s, Baton__V1__NodeStatus *m);
+
+/* flush.c: the call FlushCache */
+void kn_flush_call(struct bt_rpc_call *call, const ProtobufCMessage *msg);
+void kn_flush_closed(struct bt_rpc_call *call, bool cancelled);
+/* Waits for one that is under way; before the engine stops. */
+void kn_flush_stop(struct kn_serve *s);
 
 /* access.c */
 void kn_access_begin(struct kn_stream *st, const Baton__V1__StartRequest *req, enum kn_leg leg);

@@ -236,6 +236,11 @@ const struct bt_rpc_method kn_session_methods[] = {
      .access = BT_ACCESS_OPERATOR | BT_ACCESS_CLUSTER,
      .response = &baton__v1__node_status__descriptor,
      .message = on_status},
+    {.path = "/baton.v1.Node/FlushCache",
+     .request = &baton__v1__flush_cache_request__descriptor,
+     .response = &baton__v1__flush_cache_response__descriptor,
+     .message = kn_flush_call,
+     .closed = kn_flush_closed},
 };
 const size_t kn_session_n_methods = BT_ARRAY_LEN(kn_session_methods);
 

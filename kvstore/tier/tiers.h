@@ -90,6 +90,13 @@ void kv_tiers_destroy(struct kv_tiers *t);
  * the deadline. Ignores the write rate. */
 void kv_tiers_flush(struct kv_tiers *t, uint64_t deadline_ns);
 
+/* Gives up the blocks in host memory, on disk, that nobody uses; those that are only in host memory
+ * are gone. Removes files; not for a thread that must not wait. */
+struct kv_tiers_cleared {
+    uint64_t host_blocks, disk_blocks;
+};
+struct kv_tiers_cleared kv_tiers_clear(struct kv_tiers *t, bool host, bool disk);
+
 /* The source for the engine; NULL without a shape. Lives as long as the tiers. */
 struct kv_source *kv_tiers_source(struct kv_tiers *t);
 /* The one region that all host blobs lie in, at one address for life: to be registered with the
