@@ -13,13 +13,12 @@
  * 512 tokens. --divide shrinks lengths and blocks; --exact counts only what a node can reuse: whole
  * blocks, and never all of a prompt (without it every block of the trace may hit, as in replays
  * that others publish). Times are compressed by --speedup. */
-#include "tests/bench/replay.h"
+#include "router/sim/trace.h"
 
 #include "common/base/buf.h"
 #include "common/thr/time.h"
 
 #include <getopt.h>
-#include <jansson.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,91 +29,12 @@ struct opts {
     unsigned seeds, divide, trace_block;
     size_t requests, first;
     double limit_s, speedup, max_tokens;
-    struct replay_cfg cfg;
+    struct rt_replay_cfg cfg;
 };
-
-struct trace {
-    struct replay_request *r;
-    size_t n, cap;
-};
-
-static int add_request(const struct opts *o, struct trace *t, json_t *line)
-{
-    json_t *ids = json_object_get(line, "hash_ids");
-    double ms = json_number_value(json_object_get(line, "timestamp"));
-    uint32_t n_tokens =
-        (uint32_t)json_integer_value(json_object_get(line, "input_length")) / o->divide;
-    size_t n = json_array_size(ids);
-    uint32_t *copy = bt_calloc(n + 1, sizeof(*copy));
-
-    if (!copy || n == 0) {
-        free(copy);
-        return -1;
-    }
-    for (size_t i = 0; i < n; i++) {
-        copy[i] = (uint32_t)json_integer_value(json_array_get(ids, i));
-    }
-    if (o->exact) {
-        n = BT_MIN(n, (size_t)n_tokens / o->cfg.block_tokens);
-    } else {
-        n_tokens = (uint32_t)n * o->cfg.block_tokens + 1;
-    }
-    if (n_tokens == 0 || n_tokens > o->max_tokens) {
-        free(copy);
-        return 0;
-    }
-    if (t->n == t->cap) {
-        size_t cap = BT_MAX(2 * t->cap, (size_t)1024);
-        void *p = realloc(t->r, cap * sizeof(*t->r));
-
-        if (!p) {
-            free(copy);
-            return -1;
-        }
-        t->r = p;
-        t->cap = cap;
-    }
-    t->r[t->n++] = (struct replay_request){.at_ns = (uint64_t)(ms * 1e6 / o->speedup),
-                                           .n_tokens = n_tokens,
-                                           .n_blocks = (uint32_t)n,
-                                           .ids = copy};
-    return 0;
-}
-
-static int load_trace(const struct opts *o, struct trace *t)
-{
-    FILE *f = fopen(o->trace, "r");
-    char *line = NULL;
-    size_t cap = 0, n_line = 0;
-    int rc = 0;
-
-    if (!f) {
-        perror(o->trace);
-        return -1;
-    }
-    while (rc == 0 && t->n < o->requests && getline(&line, &cap, f) > 0) {
-        json_error_t err;
-        json_t *j = json_loads(line, 0, &err);
-
-        if (++n_line > o->first) {
-            rc = j ? add_request(o, t, j) : -1;
-        }
-        if (rc < 0) {
-            fprintf(stderr, "%s:%zu: no request (%s)\n", o->trace, n_line, j ? "" : err.text);
-        }
-        json_decref(j);
-    }
-    free(line);
-    fclose(f);
-    for (size_t i = t->n; i-- > 0;) {
-        t->r[i].at_ns -= t->r[0].at_ns;
-    }
-    return rc < 0 || t->n == 0 ? -1 : 0;
-}
 
 static void print(const struct opts *o, const char *policy, const char *metric, double v, double sd)
 {
-    const struct replay_cfg *c = &o->cfg;
+    const struct rt_replay_cfg *c = &o->cfg;
 
     if (o->json) {
         printf("{\"bench\":\"replay\",\"case\":\"%s %ux%u\",\"metric\":\"%s\",\"value\":%.4f,"
@@ -130,23 +50,23 @@ static void print(const struct opts *o, const char *policy, const char *metric, 
 }
 
 /* Mean and deviation over the seeds of each figure. */
-static void run_policy(const struct opts *o, const struct trace *t, enum rt_route route)
+static void run_policy(const struct opts *o, const struct rt_sim_trace *t, enum rt_route route)
 {
     static const char *const names[] = {
         "hit_rate_percent", "expected_percent", "imbalance", "ttft_mean_s", "ttft_p50_s",
         "ttft_p99_s",       "goodput_percent",  "busy",      "speed_error", "gaps",
         "drifts",           "snapshots"};
     double sum[BT_ARRAY_LEN(names)] = {0}, square[BT_ARRAY_LEN(names)] = {0};
-    struct replay_cfg c = o->cfg;
+    struct rt_replay_cfg c = o->cfg;
 
     c.requests = t->r;
     c.n_requests = t->n;
     c.route = route;
     for (unsigned s = 0; s < o->seeds; s++) {
-        struct replay_result r;
+        struct rt_replay_result r;
 
         c.seed = s + 1;
-        r = replay_run(&c, o->limit_s);
+        r = rt_replay_run(&c, o->limit_s);
         {
             const double v[] = {
                 r.hit_percent, r.expected_percent, r.imbalance,      r.ttft_mean_s,
@@ -284,7 +204,7 @@ static bool take_option(struct opts *o, int c)
 
 static bool is_sane(const struct opts *o)
 {
-    const struct replay_cfg *c = &o->cfg;
+    const struct rt_replay_cfg *c = &o->cfg;
 
     return o->trace && c->nodes >= 1 && c->nodes <= 1024 && c->ranks >= 1 && c->ranks <= 64 &&
            c->nodes * c->ranks <= 4000 && c->blocks >= 16 && o->seeds >= 1 && o->divide >= 1 &&
@@ -335,7 +255,9 @@ int main(int argc, char **argv)
                              .noise = 0.02,
                              .slow_node = 1,
                              .reuse_s = 1200}};
-    struct trace t = {0};
+    struct rt_sim_trace t = {0};
+    struct rt_sim_trace_cfg tc;
+    struct bt_err err = {0};
     bool found = false;
     int c;
 
@@ -351,7 +273,16 @@ int main(int argc, char **argv)
     }
     o.cfg.nodes *= o.cfg.ranks;
     o.cfg.block_tokens = o.trace_block / o.divide;
-    if (load_trace(&o, &t) < 0) {
+    tc = (struct rt_sim_trace_cfg){.path = o.trace,
+                                   .first = o.first,
+                                   .most = o.requests,
+                                   .divide = o.divide,
+                                   .block_tokens = o.cfg.block_tokens,
+                                   .exact = o.exact,
+                                   .speedup = o.speedup,
+                                   .max_tokens = o.max_tokens};
+    if (rt_sim_trace_load(&tc, &t, &err) < 0) {
+        fprintf(stderr, "%s\n", err.msg);
         return 1;
     }
     for (unsigned p = 0; rt_route_names[p]; p++) {
@@ -360,10 +291,7 @@ int main(int argc, char **argv)
             found = true;
         }
     }
-    for (size_t i = 0; i < t.n; i++) {
-        free((void *)(uintptr_t)t.r[i].ids);
-    }
-    free(t.r);
+    rt_sim_trace_free(&t);
     if (!found) {
         usage();
     }

@@ -21,7 +21,7 @@ LAYERS = {
     "prefill": {"common", "proto", "kvstore", "kernels", "prefill"},
     "decode": {"common", "proto", "kvstore", "kernels", "decode"},
     "router": {"common", "proto", "kvstore/block", "router"},
-    "deploy": {"common", "proto", "deploy"},
+    "deploy": {"common", "proto", "router/sim", "deploy"},
 }
 # Header -> the only folder that may include it.
 OWNERS = [

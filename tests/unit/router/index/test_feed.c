@@ -1,7 +1,7 @@
 /* The router's decoder of cache events against the node's log, over a line that loses messages:
  * gaps, late starts, drift, restarts, snapshots in parts. Time is simulated. */
 #include "router/index/feed.h"
-#include "tests/tools/evnode.h"
+#include "router/sim/evnode.h"
 #include "tests/unit/cmocka.h"
 
 #define MS 1000000ull

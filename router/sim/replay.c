@@ -1,11 +1,11 @@
 /* See replay.h. Running out of memory here ends the program. */
-#include "tests/bench/replay.h"
+#include "router/sim/replay.h"
 
 #include "common/base/buf.h"
 #include "kvstore/block/index.h"
 #include "router/index/feed.h"
+#include "router/sim/evnode.h"
 #include "router/work.h"
-#include "tests/tools/evnode.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -18,7 +18,7 @@ struct node;
 struct router;
 
 struct job {
-    const struct replay_request *req;
+    const struct rt_replay_request *req;
     struct router *router;
     struct node *node;
     struct kv_chain chain; /* keys and ids are its own */
@@ -77,7 +77,7 @@ struct event {
 };
 
 struct sim {
-    const struct replay_cfg *cfg;
+    const struct rt_replay_cfg *cfg;
     uint64_t now, order, seed, end_ns;
     struct event *heap;
     size_t n, cap;
@@ -250,7 +250,7 @@ static void changed(struct sim *s, struct node *n)
 /* The first job of the queue begins: what is cached is held, the rest takes its time. */
 static void begin(struct sim *s, struct node *n)
 {
-    const struct replay_cfg *c = s->cfg;
+    const struct rt_replay_cfg *c = s->cfg;
     struct bt_list *it = n->running ? NULL : bt_list_pop_front(&n->queue);
     double fresh, old, steps, seconds;
     Baton__V1__StepSample *sample;
@@ -579,9 +579,9 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-static struct replay_result sum_up(struct sim *s, double limit_s)
+static struct rt_replay_result sum_up(struct sim *s, double limit_s)
 {
-    struct replay_result res = {0};
+    struct rt_replay_result res = {0};
     uint64_t computed = 0, most = 0, busy = 0;
     size_t n = s->n_ttft, good = 0;
 
@@ -618,7 +618,7 @@ static struct replay_result sum_up(struct sim *s, double limit_s)
 
 static void open_sim(struct sim *s)
 {
-    const struct replay_cfg *c = s->cfg;
+    const struct rt_replay_cfg *c = s->cfg;
     static const uint8_t zeros[32];
     const struct kv_key_root_args root = {.model_digest = zeros, .kv_format_digest = zeros};
 
@@ -666,13 +666,13 @@ static void close_sim(struct sim *s)
     free(s->heap);
 }
 
-struct replay_result replay_run(const struct replay_cfg *cfg, double limit_s)
+struct rt_replay_result rt_replay_run(const struct rt_replay_cfg *cfg, double limit_s)
 {
     struct sim s = {.cfg = cfg,
                     .now = BT_NS_PER_S,
                     .seed = cfg->seed * 0x9e3779b97f4a7c15ull + 1,
                     .n_left = cfg->n_requests};
-    struct replay_result res;
+    struct rt_replay_result res;
 
     s.end_ns = s.now + cfg->requests[cfg->n_requests - 1].at_ns;
     s.compat = (struct rt_compat){.numerics = "replay"};

@@ -1,8 +1,8 @@
 /* A node's side of CacheFollow without a node: the log of changes, one follower's cursor, and the
  * messages that kernels/serve/cache.c would send, packed. For the router's decoder in tests and in
  * the replay tool. */
-#ifndef BT_TESTS_TOOLS_EVNODE_H
-#define BT_TESTS_TOOLS_EVNODE_H
+#ifndef RT_SIM_EVNODE_H
+#define RT_SIM_EVNODE_H
 
 #include "common/base/buf.h"
 #include "kvstore/block/events.h"

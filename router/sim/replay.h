@@ -2,19 +2,19 @@
  * speed models and choice of nodes, nodes with the engine's own prefix index and a latency model,
  * messages with delay and loss between them. Time is simulated; one run is one thread and repeats
  * exactly. */
-#ifndef BT_TESTS_BENCH_REPLAY_H
-#define BT_TESTS_BENCH_REPLAY_H
+#ifndef RT_SIM_REPLAY_H
+#define RT_SIM_REPLAY_H
 
 #include "router/policy.h"
 
-struct replay_request {
+struct rt_replay_request {
     uint64_t at_ns;
     uint32_t n_tokens, n_blocks;
     const uint32_t *ids; /* [n_blocks] of the trace; equal ids are equal prefixes */
 };
 
-struct replay_cfg {
-    const struct replay_request *requests;
+struct rt_replay_cfg {
+    const struct rt_replay_request *requests;
     size_t n_requests;
     unsigned nodes, blocks; /* routing targets; blocks of each one's cache */
     unsigned ranks;         /* targets that are ranks of one node and share its messages' way */
@@ -33,7 +33,7 @@ struct replay_cfg {
     double reuse_s;   /* see rt_pick_args */
 };
 
-struct replay_result {
+struct rt_replay_result {
     double hit_percent;      /* blocks found of all blocks, as the nodes had them */
     double expected_percent; /* as the router expected when it chose */
     double imbalance;        /* busiest node's computed blocks over the mean */
@@ -45,6 +45,6 @@ struct replay_result {
 };
 
 /* `limit_s`: time to the first token that counts as good. */
-struct replay_result replay_run(const struct replay_cfg *cfg, double limit_s);
+struct rt_replay_result rt_replay_run(const struct rt_replay_cfg *cfg, double limit_s);
 
 #endif
