@@ -121,6 +121,8 @@ static int set(struct ctl_args *a, const struct ctl_option *o, const char *value
         return bt_read_int(bt_str_of(value), o->min, o->max, (int64_t *)at);
     case CTL_K_TIME:
         return bt_read_duration(bt_str_of(value), (uint64_t *)at);
+    case CTL_K_BYTES:
+        return bt_read_bytes(bt_str_of(value), (uint64_t *)at);
     case CTL_K_CHOICE:
         for (int i = 0; o->choices[i]; i++) {
             if (strcmp(o->choices[i], value) == 0) {

@@ -45,13 +45,26 @@ struct ctl_args {
     int64_t max_tokens;
     uint64_t timeout_ns;
     int output; /* enum ctl_output */
+    /* of commands that look */
+    int64_t limit, tokens, requests, concurrency, prompt_tokens;
+    bool once;
+    uint64_t interval_ns, memory;
+    const char *text, *ids, *prompt_file, *salt, *redis;
+    int tier;     /* enum ctl_tier */
+    int kv_dtype; /* 0 = f16, 1 = f32 */
+    const char *trace;
+    int64_t nodes, blocks, speed;
+    uint64_t goal_ns;
 };
+
+enum ctl_tier { CTL_TIER_ALL, CTL_TIER_POOL, CTL_TIER_HOST, CTL_TIER_DISK };
 
 enum ctl_kind {
     CTL_K_FLAG,   /* bool */
     CTL_K_TEXT,   /* const char * */
     CTL_K_COUNT,  /* int64_t within min..max */
     CTL_K_TIME,   /* uint64_t, ns; "500ms", "30s" */
+    CTL_K_BYTES,  /* uint64_t; "16G" */
     CTL_K_CHOICE, /* int, index into choices */
 };
 
@@ -104,6 +117,12 @@ struct ctl_call {
     void *user;
 };
 int ctl_run(const char *address, const struct ctl_call *c);
+/* A channel as ctl_run uses it. */
+int ctl_channel(struct bt_loop *loop,
+                const char *address,
+                const struct bt_rpc_channel_config *config,
+                struct bt_rpc_channel **ret_channel,
+                struct bt_err *err) BT_MUST_USE;
 
 /* access.c: what is shown to whom we call, and who is believed. CTL_OK or an exit code, told on
  * stderr. The other one is NULL without any of it. */
@@ -122,5 +141,15 @@ int ctl_flip(const struct ctl_args *a);
 int ctl_canary(const struct ctl_args *a);
 int ctl_promote(const struct ctl_args *a);
 int ctl_rollback(const struct ctl_args *a);
+int ctl_requests(const struct ctl_args *a);
+int ctl_explain(const struct ctl_args *a);
+int ctl_top(const struct ctl_args *a);
+int ctl_cache(const struct ctl_args *a);
+int ctl_doctor(const struct ctl_args *a);
+int ctl_fit(const struct ctl_args *a);
+int ctl_simulate(const struct ctl_args *a);
+int ctl_bench(const struct ctl_args *a);
+int ctl_completion(const struct ctl_args *a);
+int ctl_man(const struct ctl_args *a);
 
 #endif
