@@ -336,7 +336,7 @@ dispatch_among(struct rt_request *req, struct rt_node_view *views, struct rt_tar
     };
     const struct rt_store *store = NULL;
     const struct rt_node_view *v;
-    struct rt_seen seen = {0};
+    struct rt_seen seen;
     struct rt_pick pick;
     struct bt_err err = {0};
 

@@ -331,6 +331,9 @@ int rt_policy_pick(const struct rt_pick_args *args, struct rt_pick *ret_pick, st
     bool picked;
 
     own.busy_mean = busy_mean(args);
+    if (own.seen) {
+        *own.seen = (struct rt_seen){0};
+    }
     if (a->path == RT_PATH_LOCAL || small) {
         picked = pick_local(a, ret_pick);
     } else if (a->path == RT_PATH_DIRECT) {

@@ -89,7 +89,7 @@ struct rt_pick_args {
     uint64_t ticket;
     uint64_t turn; /* ROUND_ROBIN */
     uint64_t now_ns;
-    struct rt_seen *seen; /* zeroed; filled with what was weighed. NULL = not wanted */
+    struct rt_seen *seen; /* filled with what was weighed; NULL = not wanted */
 };
 
 /* What is expected of the prompt on the node that computes it. */

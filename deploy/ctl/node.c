@@ -1,6 +1,6 @@
 /* batonctl node: everything that one node says of itself, a line a field. */
 #include "common/thr/time.h"
-#include "deploy/ctl/ctl.h"
+#include "deploy/ctl/show.h"
 #include "proto/node.pb-c.h"
 
 #include <stdio.h>
@@ -9,6 +9,10 @@
  * descriptor is here. */
 static void on_message(void *user, const ProtobufCMessage *msg)
 {
+    if (((const struct ctl_args *)user)->output == CTL_JSON) {
+        ctl_print_json(msg);
+        return;
+    }
     for (unsigned i = 0; i < msg->descriptor->n_fields; i++) {
         const ProtobufCFieldDescriptor *f = &msg->descriptor->fields[i];
         const char *at = (const char *)msg + f->offset;
@@ -42,7 +46,8 @@ int ctl_node(const struct ctl_args *a)
                          .request = &m.base,
                          .response = &baton__v1__node_status__descriptor,
                          .deadline_ns = bt_deadline_ns(a->timeout_ns),
-                         .message = on_message};
+                         .message = on_message,
+                         .user = (void *)(uintptr_t)a};
 
     return ctl_run(a->node, &c);
 }

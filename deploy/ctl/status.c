@@ -1,6 +1,6 @@
 /* batonctl status: the router's model and the table of its nodes. */
 #include "common/thr/time.h"
-#include "deploy/ctl/ctl.h"
+#include "deploy/ctl/show.h"
 
 #include <stdio.h>
 
@@ -8,6 +8,10 @@ static void on_message(void *user, const ProtobufCMessage *msg)
 {
     const Baton__V1__ServerInfo *m = (const void *)msg;
 
+    if (((const struct ctl_args *)user)->output == CTL_JSON) {
+        ctl_print_json(msg);
+        return;
+    }
     printf("router version %s, %u active requests, membership %s\n", m->version, m->requests_active,
            m->membership);
     for (size_t i = 0; i < m->n_models; i++) {
@@ -34,7 +38,8 @@ int ctl_status(const struct ctl_args *a)
                          .request = &m.base,
                          .response = &baton__v1__server_info__descriptor,
                          .deadline_ns = bt_deadline_ns(a->timeout_ns),
-                         .message = on_message};
+                         .message = on_message,
+                         .user = (void *)(uintptr_t)a};
 
     return ctl_run(a->router, &c);
 }

@@ -53,6 +53,16 @@ def running(c, n=1, tokens=20000, **kw):
     return streams, ids
 
 
+def test_status_and_node_as_json(cluster):
+    c = cluster()
+    c.client.generate("x", max_tokens=2)
+    j = js("status", *at(c))
+    assert {n["name"]: n["state"] for n in j["nodes"]} == {"prefill-0": "ready", "decode-0": "ready"}
+    assert j["models"][0]["digest"] == c.client.model().digest and j["membership"] == "live"
+    n = js("node", "--node", c.procs["prefill-0"].address)
+    assert n["name"] == "prefill-0" and n["tokens_computed"] == c.status("prefill-0").tokens_computed > 0
+
+
 # --- requests, explain ------------------------------------------------------------------------------
 
 def test_requests(cluster):
@@ -406,7 +416,7 @@ def test_man_page():
 def test_CLI_01_exit_codes_and_streams(cluster):
     c = cluster()
     rid = c.client.generate("x", max_tokens=2).stream_id
-    calls = {"requests": [], "explain": [rid], "top": ["--once"], "cache": []}
+    calls = {"status": [], "requests": [], "explain": [rid], "top": ["--once"], "cache": []}
     for name, words in calls.items():
         out = ctl(name, *words, "--router", "127.0.0.1:1", "-o", "json")
         assert out.returncode == 3 and out.stdout == "" and out.stderr, name

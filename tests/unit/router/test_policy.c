@@ -47,6 +47,35 @@ static void test_auto_prefers_a_pair(void **state)
     assert_int_equal(got.decode, 0);
 }
 
+/* What was weighed is told: of each leg the cheapest ones, the chosen one among them. */
+static void test_the_cheapest_are_seen(void **state)
+{
+    struct rt_node_view v[12];
+    struct rt_seen seen;
+    struct rt_pick_args a = {
+        .nodes = v, .n = 12, .path = RT_PATH_DIRECT, .n_prompt = 100, .seen = &seen};
+    struct rt_pick got;
+
+    for (int i = 0; i < 10; i++) {
+        v[i] = P(0);
+        v[i].queue_s = (i * 7 % 10) + 1;
+    }
+    v[10] = D(0);
+    v[11] = D(1);
+    for (int twice = 0; twice < 2; twice++) {
+        assert_int_equal(rt_policy_pick(&a, &got, NULL), BT_OK);
+        assert_int_equal(seen.n_all[RT_SEEN_PREFILL], 10);
+        assert_int_equal(seen.n[RT_SEEN_PREFILL], RT_SEEN_MAX);
+        assert_int_equal(seen.n[RT_SEEN_DECODE], 2);
+        assert_int_equal(seen.n[RT_SEEN_LOCAL], 0);
+        for (unsigned i = 0; i < RT_SEEN_MAX; i++) {
+            assert_true(v[seen.v[RT_SEEN_PREFILL][i].idx].queue_s <= RT_SEEN_MAX);
+        }
+        assert_int_equal(got.prefill, 0);
+        assert_true(seen.v[RT_SEEN_PREFILL][0].idx == 0);
+    }
+}
+
 static void test_auto_falls_back_to_local(void **state)
 {
     struct rt_node_view v[] = {D(0), P(0)};
@@ -310,6 +339,7 @@ int main(void)
         cmocka_unit_test(test_failed_nodes_come_last),
         cmocka_unit_test(test_KVX_07_misfits_are_not_paired),
         cmocka_unit_test(test_error_names_what_is_missing),
+        cmocka_unit_test(test_the_cheapest_are_seen),
         cmocka_unit_test(test_compat_names_both_values),
         cmocka_unit_test(test_tiers_weigh_in_seconds),
         cmocka_unit_test(test_what_the_store_has_is_routed_by_load),
