@@ -288,6 +288,13 @@ def test_doctor(cluster):
     assert any(f["check"] == "router" and f["level"] == "fail" and f["fix"] for f in j["findings"])
 
 
+def test_doctor_sees_stores(cluster):
+    c = cluster(kvstore=1)
+    j = js("doctor", *at(c))
+    assert j["failures"] == 0, j
+    assert any("store-0 at" in f["text"] for f in j["findings"] if f["check"] == "node")
+
+
 # --- fit, bench, simulate -----------------------------------------------------------------------------
 
 def test_fit(models):
@@ -393,6 +400,7 @@ def test_completion():
 
 def test_man_page():
     text = good("man")
+    assert (BUILD / "batonctl.1").read_text() == text, "what is installed"
     plain = text.replace("\\-", "-")
     for name, options in commands().items():
         section = re.search(rf"^\.SS batonctl {name}\b(.*?)(?=^\.S[SH])", plain, re.M | re.S)
