@@ -6,26 +6,29 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* It has somebody to call. */
-static bool calls(const struct ctl_command *c)
+/* The list of the command's options has the name, maybe with a '!'. */
+static bool lists(const struct ctl_command *c, const char *name, bool *ret_must)
 {
-    return strstr(c->options, "router") || strstr(c->options, "node");
-}
-
-bool ctl_takes(const struct ctl_command *c, const struct ctl_option *o, bool *ret_must)
-{
-    size_t n = strlen(o->name);
+    size_t n = strlen(name);
     const char *p = c->options;
 
     *ret_must = false;
     for (size_t len; *p; p += len + (p[len] == ' ')) {
         len = strcspn(p, " ");
-        if (strncmp(p, o->name, n) == 0 && (len == n || (len == n + 1 && p[n] == '!'))) {
+        if (strncmp(p, name, n) == 0 && (len == n || (len == n + 1 && p[n] == '!'))) {
             *ret_must = len == n + 1;
             return true;
         }
     }
-    return strcmp(o->name, "help") == 0 || (o->calls && calls(c));
+    return false;
+}
+
+bool ctl_takes(const struct ctl_command *c, const struct ctl_option *o, bool *ret_must)
+{
+    bool must; /* of whom it calls */
+
+    return lists(c, o->name, ret_must) || strcmp(o->name, "help") == 0 ||
+           (o->calls && (lists(c, "router", &must) || lists(c, "node", &must)));
 }
 
 /* --- usage ----------------------------------------------------------------------------------- */

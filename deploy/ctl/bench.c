@@ -214,11 +214,12 @@ static int ask_vocab(const struct ctl_args *a, uint32_t *ret)
 static int run(struct bench *b)
 {
     int64_t n = BT_MIN(b->a->concurrency, b->a->requests);
+    struct bt_rpc_channel_config cc = {.sec = ctl_access()};
     struct bt_err err = {0};
     int rc = bt_loop_create(&b->loop, &err);
 
     if (rc == BT_OK) {
-        rc = ctl_channel(b->loop, b->a->router, NULL, &b->channel, &err);
+        rc = bt_rpc_channel_create(b->loop, b->a->router, &cc, &b->channel, &err);
     }
     if (rc < 0) {
         fprintf(stderr, "batonctl: %s\n", bt_err_msg(&err, rc));

@@ -68,15 +68,6 @@ void ctl_sleep(uint64_t ns)
     nanosleep(&t, NULL);
 }
 
-int ctl_channel(struct bt_loop *loop,
-                const char *address,
-                const struct bt_rpc_channel_config *config,
-                struct bt_rpc_channel **ret_channel,
-                struct bt_err *err)
-{
-    return bt_rpc_channel_create(loop, address, config, ret_channel, err);
-}
-
 int ctl_run(const char *address, const struct ctl_call *c)
 {
     static const struct bt_rpc_client_events events = {.message = on_message, .closed = on_closed};
@@ -98,7 +89,7 @@ int ctl_run(const char *address, const struct ctl_call *c)
     if (rc < 0) {
         return fail(rc, &err);
     }
-    rc = ctl_channel(loop, address, &cc, &channel, &err);
+    rc = bt_rpc_channel_create(loop, address, &cc, &channel, &err);
     if (rc == BT_OK) {
         rc = bt_rpc_client_start(channel, &a, &call, &err);
         if (rc == BT_OK) {

@@ -117,12 +117,6 @@ struct ctl_call {
     void *user;
 };
 int ctl_run(const char *address, const struct ctl_call *c);
-/* A channel as ctl_run uses it. */
-int ctl_channel(struct bt_loop *loop,
-                const char *address,
-                const struct bt_rpc_channel_config *config,
-                struct bt_rpc_channel **ret_channel,
-                struct bt_err *err) BT_MUST_USE;
 
 /* access.c: what is shown to whom we call, and who is believed. CTL_OK or an exit code, told on
  * stderr. The other one is NULL without any of it. */
