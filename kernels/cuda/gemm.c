@@ -9,7 +9,7 @@
 
 #define WORKSPACE  ((size_t)64 << 20)
 #define MAX_PLANS  512
-#define CANDIDATES 16
+#define CANDIDATES 64
 #define MAX_WANTED 32 /* invariant: shapes without rows */
 
 struct plan {

@@ -428,7 +428,7 @@ static int tune_one(struct kn_device *d, const void *const *w, int n, int rows, 
                              .f32 = head,
                              .out = head ? (void *)d->logits : d->gu};
     struct kn_gemm_tune_args t = {
-        .a = &a, .w = w, .n_w = n, .most = rows > 1024 ? 6 : 16, .bits = bits};
+        .a = &a, .w = w, .n_w = n, .most = rows > 1024 ? 12 : 64, .bits = bits};
     float us;
 
     if (head && rows > d->cfg.max_outputs) {

@@ -13,11 +13,11 @@ import threading
 import grpc
 import pytest
 
-from cluster import SANITIZED, Cluster, eventually
+from cluster import DEVICE, SANITIZED, Cluster, eventually
 from wire import AUTO, DIRECT, LOCAL, request
 
 BLOCK = 128
-PAGE = 8 * 2 * 8 * 32 * 16 * 2  # layers, K and V, heads, dim, tokens, bytes of the model "slow"
+PAGE = 8 * 2 * 8 * (32 if DEVICE == "cpu" else 64) * 16 * 2  # layers, K and V, heads, dim, tokens, bytes of the model "slow"
 BLOB = PAGE * BLOCK // 16
 ANSWER = 20
 ROUNDS = 1000 if os.environ.get("BATON_TEST_LONG", "") not in ("", "0") else 5 if SANITIZED else 50
