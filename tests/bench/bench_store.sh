@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Put and get rates of the KV store between two processes, over shared memory and over TCP, beside
 # the lower of memcpy and ucx_perftest in the same run (bench_store.c); then the gap between first and
-# second token through the store and directly, with the quickstart model (store_gap.py, left out with
-# BATON_BENCH_GAP=0).
+# second token colocated, directly and through the store, with the quickstart model (store_gap.py; left out
+# with BATON_BENCH_GAP=0, alone with BATON_BENCH_GAP=only).
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../../deploy/lib.sh"
 build=${BATON_BENCH_BUILD:-$ROOT_DIR/build-bench}
@@ -29,11 +29,13 @@ perftest() {
     kill "$server" 2>/dev/null || true
 }
 
-shm=$(perftest posix,sysv,cma,self ucp_get 524288 2000 27451)
-tcp=$(perftest tcp,self ucp_am_bw 61440 20000 27452)
-"$build/tests/bench_store" "$@" --redis "unix:$dir/redis.sock" --case shm --transports auto --perftest "$shm"
-"$build/tests/bench_store" "$@" --redis "unix:$dir/redis.sock" --case tcp --transports tcp --perftest "$tcp"
-[ "${BATON_BENCH_GAP:-1}" = 1 ] || exit 0
+if [ "${BATON_BENCH_GAP:-1}" != only ]; then
+    shm=$(perftest posix,sysv,cma,self ucp_get 524288 2000 27451)
+    tcp=$(perftest tcp,self ucp_am_bw 61440 20000 27452)
+    "$build/tests/bench_store" "$@" --redis "unix:$dir/redis.sock" --case shm --transports auto --perftest "$shm"
+    "$build/tests/bench_store" "$@" --redis "unix:$dir/redis.sock" --case tcp --transports tcp --perftest "$tcp"
+fi
+[ "${BATON_BENCH_GAP:-1}" != 0 ] || exit 0
 {
     ensure_packages python3-venv
     ensure_test_venv

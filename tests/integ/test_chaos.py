@@ -15,7 +15,7 @@ from wire import AUTO, DIRECT, LOCAL, STORE, Answer, request
 PAGE = 3 * 2 * 2 * 16 * 16 * 2  # layers, K and V, heads, dim, tokens, bytes of the model "tiny"
 BLOB = 8 * PAGE
 LONG = os.environ.get("BATON_TEST_LONG", "") not in ("", "0")
-EVENTS = 400 if LONG else 6 if SANITIZED else 20
+EVENTS = 1000 if LONG else 6 if SANITIZED else 20
 
 
 def ids(seed, n):
