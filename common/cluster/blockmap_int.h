@@ -8,6 +8,7 @@
 #ifndef BT_CLUSTER_BLOCKMAP_INT_H
 #define BT_CLUSTER_BLOCKMAP_INT_H
 
+#include "common/cluster/block_value.h"
 #include "common/cluster/blockmap.h"
 #include "common/cluster/redis_int.h"
 #include "common/ds/list.h"
@@ -18,8 +19,7 @@
 #define BLOCK_SCRUB_MAX 1024  /* removals waiting; power of two */
 #define BLOCK_BATCH     128   /* entries of one script call: under half a millisecond of Redis */
 #define BLOCK_FLIGHT    512   /* entries of one exchange */
-#define BLOCK_VALUE_MAX 64
-#define BLOCK_WITHDRAW  0xff /* as a tier: no longer held */
+#define BLOCK_WITHDRAW  0xff  /* as a tier: no longer held */
 
 /* An entry that may go: field `name` of `key` if its value still begins with `expect`. */
 struct block_scrub {
@@ -108,12 +108,6 @@ struct bt_blockmap {
     struct redis_pause refused;
     bool pass_is_sync; /* the pass under way was wanted, not only due */
 };
-
-/* "<incarnation>:<tier>:<bytes>:<until>"; false if malformed. */
-struct block_value {
-    uint64_t incarnation, tier, amount, until_s;
-};
-bool block_value_read(struct bt_str text, struct block_value *ret_v);
 
 void block_count(struct bt_blockmap *bm, uint64_t *counter, uint64_t n);
 void block_flag(struct bt_blockmap *bm, bool *flag, bool v);

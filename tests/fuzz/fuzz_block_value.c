@@ -1,7 +1,7 @@
 /* Values of block records as anybody may write them into Redis: read or refused, never beyond their
  * end, and what was read is written and read back the same. */
 #include "common/base/buf.h"
-#include "common/cluster/blockmap_int.h"
+#include "common/cluster/block_value.h"
 
 #include <inttypes.h>
 #include <stdio.h>
