@@ -38,9 +38,10 @@ static struct rig rig;
 static void on_store_events(void *arg, const struct kv_tiers_event *ev, size_t n)
 {
     struct store *s = arg;
+    struct bt_blockmap *bm = __atomic_load_n(&s->blockmap, __ATOMIC_ACQUIRE);
 
-    if (s->blockmap) {
-        kv_announce_events(s->blockmap, s->w.tiers, ev, n);
+    if (bm) { /* else it lists everything when it starts */
+        kv_announce_events(bm, s->w.tiers, ev, n);
     }
 }
 
@@ -70,6 +71,7 @@ static void store_open(struct store *s)
         .silence_ns = 1 * BT_NS_PER_S,
     };
     struct bt_member self = {.role = BT_ROLE_KVSTORE};
+    struct bt_blockmap *bm;
     struct bt_registry_cfg rc = {
         .conf = &rig.conf, .self = &self, .changed = on_store_members, .arg = s};
 
@@ -81,7 +83,8 @@ static void store_open(struct store *s)
     bc.name = sc.node_name = s->name;
     bc.incarnation = sc.incarnation = self.incarnation = s->incarnation;
     bc.arg = sc.tiers = s->w.tiers;
-    assert_int_equal(bt_blockmap_create(&bc, &s->blockmap, &err), BT_OK);
+    assert_int_equal(bt_blockmap_create(&bc, &bm, &err), BT_OK);
+    __atomic_store_n(&s->blockmap, bm, __ATOMIC_RELEASE); /* the tiers tell of blocks already */
     if (kv_server_create(&sc, &s->server, &err) != BT_OK) {
         fail_msg("%s", err.msg);
     }
