@@ -1,5 +1,5 @@
 /* batonctl canary, promote, rollback: a new version of a role's nodes beside the old one. The
- * supervisor starts and stops the nodes, routers give them their share. */
+ * supervisor, or Kubernetes, starts and stops the nodes; routers give them their share. */
 #include "common/thr/time.h"
 #include "deploy/ctl/cluster.h"
 #include "deploy/ctl/local.h"
@@ -47,98 +47,98 @@ static int set_share(const struct ctl_args *a,
 
 /* --- nodes of the new version ---------------------------------------------------------------- */
 
-static int ask(const struct ctl_args *a, const char *op, bool dry, uint64_t deadline, json_t **ret)
+static bool contains(const json_t *names, const char *name)
 {
-    json_t *m = json_pack("{s:s, s:s, s:b}", "op", op, "role", a->words[0], "dry_run", dry);
+    const json_t *v;
+    size_t i;
 
-    if (m && strcmp(op, "canary") == 0) {
-        json_object_set_new(m, "binary", json_string(a->binary));
-        json_object_set_new(m, "replicas", json_integer(a->replicas));
-        if (a->version) {
-            json_object_set_new(m, "release", json_string(a->version));
+    json_array_foreach(names, i, v)
+    {
+        if (strcmp(json_string_value(v), name) == 0) {
+            return true;
         }
     }
-    return ctl_local_ask(a, m, deadline, ret);
+    return false;
 }
 
-/* What the router says of the nodes of the canary once all of them are ready. */
-static int
-announced(const struct ctl_args *a, const char *router, uint64_t deadline, char version[64])
+/* How many of the canary's nodes are ready, and what they announce; *ret_mixed: not all the same,
+ * or another node of the role does so too. */
+static size_t count_ready(const struct ctl_view *v,
+                          const struct ctl_canary *c,
+                          char version[64],
+                          const char **ret_mixed)
 {
-    char prefix[80];
+    size_t n = 0;
 
-    snprintf(prefix, sizeof(prefix), "%.60s-canary-", a->words[0]);
+    *ret_mixed = NULL;
+    for (size_t i = 0; i < v->n; i++) {
+        if (contains(c->names, v->nodes[i].name) && strcmp(v->nodes[i].state, "ready") == 0) {
+            n++;
+            snprintf(version, 64, "%s", v->nodes[i].version);
+        }
+    }
+    for (size_t i = 0; i < v->n; i++) {
+        const struct ctl_seen *s = &v->nodes[i];
+
+        if (strcmp(s->role, c->role) == 0 && strcmp(s->state, "ready") == 0 &&
+            contains(c->names, s->name) != (strcmp(s->version, version) == 0)) {
+            *ret_mixed = s->name;
+        }
+    }
+    return n;
+}
+
+/* What the router says of the nodes of the canary once all of them are ready. Requests could not be
+ * told apart if others announced the same. */
+static int
+announced(struct ctl_pools *p, const struct ctl_canary *c, uint64_t deadline, char version[64])
+{
     for (;;) {
         struct ctl_view v = {0};
-        int code = ctl_look(router, deadline, &v);
-        int64_t n = 0;
+        const char *mixed;
+        int code = ctl_look(p->router, deadline, &v);
+        bool all = count_ready(&v, c, version, &mixed) == json_array_size(c->names);
+        bool late = bt_now_ns() + CTL_LOOK_NS >= deadline;
 
-        for (size_t i = 0; i < v.n; i++) {
-            if (strncmp(v.nodes[i].name, prefix, strlen(prefix)) == 0 &&
-                strcmp(v.nodes[i].state, "ready") == 0) {
-                snprintf(version, 64, "%s", v.nodes[i].version);
-                n++;
-            }
+        if (code == CTL_OK && mixed && all) {
+            fprintf(stderr,
+                    "batonctl: %s: the canary and no other node must announce %s: give it another "
+                    "--version\n",
+                    mixed, version);
+            code = CTL_FAILED;
+        } else if (code == CTL_OK && !all && late) {
+            fputs("batonctl: the router does not see the canary's nodes as ready\n", stderr);
+            code = CTL_TIMEOUT;
         }
         ctl_view_free(&v);
-        if (code != CTL_OK || n >= a->replicas) {
+        if (code != CTL_OK || all) {
             return code;
-        }
-        if (bt_now_ns() + CTL_LOOK_NS >= deadline) {
-            fputs("batonctl: the router does not see the canary's nodes as ready\n", stderr);
-            return CTL_TIMEOUT;
         }
         ctl_sleep(CTL_LOOK_NS);
     }
 }
 
-/* True if another node than the canary's own announces the version: requests could not be told
- * apart. */
-static int
-check_version(const struct ctl_args *a, const char *router, const char *version, uint64_t deadline)
+static void undo(struct ctl_pools *p, struct ctl_canary *c)
 {
-    struct ctl_view v = {0};
-    int code = ctl_look(router, deadline, &v);
+    struct ctl_canary back = {.role = c->role, .names = json_array()};
 
-    for (size_t i = 0; code == CTL_OK && i < v.n; i++) {
-        if (strcmp(v.nodes[i].role, a->words[0]) == 0 && !strstr(v.nodes[i].name, "-canary-") &&
-            strcmp(v.nodes[i].version, version) == 0) {
-            fprintf(
-                stderr,
-                "batonctl: %s announces version %s as well: give the canary another --version\n",
-                v.nodes[i].name, version);
-            code = CTL_FAILED;
-        }
+    if (p->ops->end(p, &back, bt_deadline_ns(CLEANUP_NS)) == CTL_OK) {
+        fputs("batonctl: the canary is taken back\n", stderr);
     }
-    ctl_view_free(&v);
-    return code;
+    json_decref(back.names);
 }
 
-static void undo(const struct ctl_args *a)
+static int start(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline, char version[64])
 {
-    json_t *answer = NULL;
+    int code = p->ops->canary(p, c, deadline);
 
-    if (ask(a, "rollback", false, bt_deadline_ns(CLEANUP_NS), &answer) == CTL_OK) {
-        fputs("batonctl: the canary's nodes are stopped again\n", stderr);
-    }
-    json_decref(answer);
-}
-
-static int start(const struct ctl_args *a, struct ctl_pools *p, uint64_t deadline, char version[64])
-{
-    json_t *answer = NULL;
-    int code = ask(a, "canary", a->dry_run, deadline, &answer);
-
-    json_decref(answer);
-    if (code != CTL_OK || a->dry_run) {
+    if (code != CTL_OK || c->dry) {
         return code;
     }
-    code = ctl_local_settle(a, deadline);
-    code = code != CTL_OK ? code : announced(a, p->router, deadline, version);
-    code = code != CTL_OK ? code : check_version(a, p->router, version, deadline);
-    code = code != CTL_OK ? code : set_share(a, p->router, version, a->percent, deadline);
+    code = announced(p, c, deadline, version);
+    code = code != CTL_OK ? code : set_share(p->a, p->router, version, p->a->percent, deadline);
     if (code != CTL_OK) {
-        undo(a);
+        undo(p, c);
     }
     return code;
 }
@@ -146,81 +146,94 @@ static int start(const struct ctl_args *a, struct ctl_pools *p, uint64_t deadlin
 int ctl_canary(const struct ctl_args *a)
 {
     uint64_t deadline = bt_deadline_ns(a->timeout_ns);
+    struct ctl_canary c = {.role = a->words[0], .n = a->replicas, .dry = a->dry_run};
     struct ctl_pools pools = {0};
     char version[64] = "";
     int code;
 
-    if (!a->binary && !a->version) {
-        fputs("batonctl: --binary, or --version of nodes that are there\n", stderr);
+    if (a->binary || a->image) {
+        c.names = json_array();
+        code = ctl_pools_open(a, deadline, &pools);
+        code = code != CTL_OK ? code : start(&pools, &c, deadline, version);
+        ctl_pools_close(&pools);
+        json_decref(c.names);
+    } else if (a->version) {
+        code = a->dry_run ? CTL_OK : set_share(a, a->router, a->version, a->percent, deadline);
+    } else {
+        fputs("batonctl: --binary or --image, or --version of nodes that are there\n", stderr);
         ctl_usage(stderr, a->command);
         return CTL_USAGE;
     }
-    if (a->binary) {
-        pools.a = a;
-        code = ctl_pools_open_local(&pools, deadline);
-        code = code != CTL_OK ? code : start(a, &pools, deadline, version);
-        ctl_pools_close(&pools);
-    } else {
-        code = a->dry_run ? CTL_OK : set_share(a, a->router, a->version, a->percent, deadline);
-        snprintf(version, sizeof(version), "%s", a->version);
-    }
     if (code == CTL_OK) {
-        tell(a, "canary", version[0] ? version : a->binary, a->percent);
+        tell(a, "canary",
+             version[0]   ? version
+             : a->version ? a->version
+             : a->binary  ? a->binary
+                          : a->image,
+             a->percent);
     }
     return code;
 }
 
 /* --- the end --------------------------------------------------------------------------------- */
 
-/* The share goes first, then the nodes. Nodes of a canary that nobody here has started stay. */
-static int end_canary(const struct ctl_args *a, const char *op, const char *done)
+/* The share goes first, then the nodes. */
+static int end(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline)
 {
-    uint64_t deadline = bt_deadline_ns(a->timeout_ns);
-    struct ctl_pools p = {.a = a};
-    json_t *plan = NULL, *answer = NULL;
-    const json_t *names;
-    char buf[108];
     int code;
 
-    if (!a->supervisor && access(ctl_local_path(a, buf), F_OK) != 0) {
-        code = a->dry_run ? CTL_OK : set_share(a, a->router, "", 0, deadline);
-        goto out;
+    c->dry = true; /* what would go */
+    code = p->ops->end(p, c, deadline);
+    if (code != CTL_OK || p->a->dry_run) {
+        return code;
     }
-    code = ctl_pools_open_local(&p, deadline);
-
-    code = code != CTL_OK ? code : ask(a, op, true, deadline, &plan);
-    if (code != CTL_OK || a->dry_run) {
-        goto out;
-    }
-    names = json_object_get(plan, "stopping");
-    code = set_share(a, p.router, "", 0, deadline);
-    code = code != CTL_OK ? code : ctl_pools_drain(&p, names, deadline);
+    c->dry = false;
+    code = set_share(p->a, p->router, "", 0, deadline);
+    code = code != CTL_OK ? code : ctl_pools_drain(p, c->names, deadline);
     if (code != CTL_OK) {
-        goto out;
+        return code;
     }
-    code = ask(a, op, false, deadline, &answer);
-    code = code != CTL_OK ? code : ctl_local_gone(a, names, deadline);
-    ctl_pools_uncordon(&p, names, bt_deadline_ns(CLEANUP_NS));
-    if (code == CTL_OK && a->wait) {
-        code = ctl_local_settle(a, deadline);
-    }
+    code = p->ops->end(p, c, deadline);
+    code = code != CTL_OK ? code : p->ops->over(p, c, deadline);
+    ctl_pools_uncordon(p, c->names, bt_deadline_ns(CLEANUP_NS));
+    return code;
+}
 
-out:
-    json_decref(plan);
-    json_decref(answer);
-    ctl_pools_close(&p);
+/* Nodes of a canary that nobody here has started stay: then it is a matter of routers alone. */
+static bool is_routers_alone(const struct ctl_args *a)
+{
+    char buf[108];
+
+    return !ctl_pools_is_kube(a) && !a->supervisor && access(ctl_local_path(a, buf), F_OK) != 0;
+}
+
+static int end_canary(const struct ctl_args *a, bool promote)
+{
+    uint64_t deadline = bt_deadline_ns(a->timeout_ns);
+    struct ctl_canary c = {.role = a->words[0], .promote = promote, .names = json_array()};
+    struct ctl_pools p = {0};
+    int code;
+
+    if (is_routers_alone(a)) {
+        code = a->dry_run ? CTL_OK : set_share(a, a->router, "", 0, deadline);
+    } else {
+        code = ctl_pools_open(a, deadline, &p);
+        code = code != CTL_OK ? code : end(&p, &c, deadline);
+        ctl_pools_close(&p);
+    }
+    json_decref(c.names);
     if (code == CTL_OK) {
-        tell(a, done, NULL, -1);
+        tell(a, promote ? "promoted" : "rolled back", NULL, -1);
     }
     return code;
 }
 
 int ctl_promote(const struct ctl_args *a)
 {
-    return end_canary(a, "promote", "promoted");
+    return end_canary(a, true);
 }
 
 int ctl_rollback(const struct ctl_args *a)
 {
-    return end_canary(a, "rollback", "rolled back");
+    return end_canary(a, false);
 }

@@ -373,20 +373,21 @@ const struct ctl_command ctl_commands[] = {
      .words = "ROLE",
      .min_words = 1,
      .max_words = 1,
-     .options = "binary version percent replicas supervisor router dry-run timeout output",
+     .options =
+         "binary image version percent replicas supervisor " KUBE " router dry-run timeout output",
      .summary = "gives a share of the requests to nodes of a new version",
      .timeout = "60s",
-     .details = "With --binary the supervisor starts --replicas nodes of it beside the role's; "
-                "without it the\n"
-                "nodes are there already and announce --version. Again with another --percent it "
-                "changes the\n"
-                "share. Where the chosen nodes cannot take a request the others do.\n",
+     .details =
+         "With --binary the supervisor starts --replicas nodes of it beside the role's. With\n"
+         "--image the last --replicas pods of the StatefulSet get it (rights: get, patch). With\n"
+         "neither the nodes are there already and announce --version; so a share is changed.\n"
+         "Where the chosen nodes cannot take a request the others do.\n",
      .run = ctl_canary},
     {.name = "promote",
      .words = "ROLE",
      .min_words = 1,
      .max_words = 1,
-     .options = "supervisor router dry-run wait timeout output",
+     .options = "supervisor " KUBE " router dry-run wait timeout output",
      .summary = "makes the canary's version the one of the role",
      .timeout = "60s",
      .details = "Nodes are replaced one after the other, each when all others are ready.\n",
@@ -395,7 +396,7 @@ const struct ctl_command ctl_commands[] = {
      .words = "ROLE",
      .min_words = 1,
      .max_words = 1,
-     .options = "supervisor router dry-run wait timeout output",
+     .options = "supervisor " KUBE " router dry-run wait timeout output",
      .summary = "ends a canary: its nodes are drained and stopped",
      .timeout = "60s",
      .run = ctl_rollback},

@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 /* Kubernetes if anything of it is named, or if this runs in a pod and no supervisor is meant. */
-static bool is_kube(const struct ctl_args *a)
+bool ctl_pools_is_kube(const struct ctl_args *a)
 {
     char buf[108];
 
@@ -23,8 +23,8 @@ static bool is_kube(const struct ctl_args *a)
 int ctl_pools_open(const struct ctl_args *a, uint64_t deadline_ns, struct ctl_pools *ret)
 {
     *ret = (struct ctl_pools){.a = a, .router = a->router};
-    return is_kube(a) ? ctl_pools_open_kube(ret, deadline_ns)
-                      : ctl_pools_open_local(ret, deadline_ns);
+    return ctl_pools_is_kube(a) ? ctl_pools_open_kube(ret, deadline_ns)
+                                : ctl_pools_open_local(ret, deadline_ns);
 }
 
 void ctl_pools_close(struct ctl_pools *p)

@@ -14,6 +14,14 @@ struct ctl_size {
     int64_t from, to; /* from: -1 = not known */
 };
 
+struct ctl_canary {
+    const char *role;
+    int64_t n;     /* nodes of the new version */
+    bool promote;  /* end: the role takes the new version; else it goes */
+    bool dry;      /* check, and fill `names`; do nothing */
+    json_t *names; /* nodes of the canary, or those that go; filled in */
+};
+
 /* One of the two. All functions block until `deadline_ns` at most, tell failures on stderr, and
  * return an exit code. */
 struct ctl_pools {
@@ -35,9 +43,15 @@ struct ctl_pools_ops {
     /* The role of a node and where it is in the order of going; see flip.c. */
     int (*flip)(
         struct ctl_pools *p, const char *node, const char *to, bool dry, uint64_t deadline_ns);
+    /* canary: starts its nodes and waits until they run. end: both ways. over: waits until nothing
+     * of it is left. */
+    int (*canary)(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline_ns);
+    int (*end)(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline_ns);
+    int (*over)(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline_ns);
     void (*close)(struct ctl_pools *p);
 };
 
+bool ctl_pools_is_kube(const struct ctl_args *a);
 /* The pools that the arguments mean. */
 int ctl_pools_open(const struct ctl_args *a, uint64_t deadline_ns, struct ctl_pools *ret);
 void ctl_pools_close(struct ctl_pools *p);

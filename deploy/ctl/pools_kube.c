@@ -1,9 +1,8 @@
 /* Pools on Kubernetes: a role is a StatefulSet or a Deployment, its number the scale subresource.
  * Needs the rights: get, update on statefulsets/scale (or deployments/scale); get on statefulsets
  * for --wait. */
+#include "deploy/ctl/pools_kube.h"
 #include "deploy/ctl/cluster.h"
-#include "deploy/ctl/kube.h"
-#include "deploy/ctl/pools.h"
 
 #include "common/thr/time.h"
 
@@ -12,15 +11,9 @@
 
 #define LOOK_NS (200 * BT_NS_PER_MS)
 
-struct impl {
-    struct kube kube;
-    struct ctl_size flipped[2]; /* for settle */
-    size_t n_flipped;
-};
-
 static const struct kube *kube_of(const struct ctl_pools *p)
 {
-    return &((const struct impl *)p->impl)->kube;
+    return &((const struct kube_pools *)p->impl)->kube;
 }
 
 /* It becomes part of a path. */
@@ -36,14 +29,18 @@ static bool is_stateful(const struct ctl_pools *p)
     return strcmp(p->a->kind, "statefulset") == 0;
 }
 
-/* "" or "/scale" behind it. */
-static void path_of(const struct ctl_pools *p, const char *role, const char *what, char path[600])
+int kube_pools_path(const struct ctl_pools *p, const char *role, const char *what, char path[600])
 {
+    if (!name_ok(role)) {
+        fprintf(stderr, "batonctl: %s is no name of a role\n", role);
+        return CTL_FAILED;
+    }
     snprintf(path, 600, "/apis/apps/v1/namespaces/%s/%ss/%s-%s%s", kube_of(p)->ns, p->a->kind,
              p->a->workload, role, what);
+    return CTL_OK;
 }
 
-static int read_object(struct ctl_pools *p, const char *path, uint64_t deadline_ns, json_t **ret)
+int kube_pools_read(const struct ctl_pools *p, const char *path, uint64_t deadline_ns, json_t **ret)
 {
     const struct kube_request r = {.method = "GET", .path = path, .deadline_ns = deadline_ns};
 
@@ -76,12 +73,8 @@ plan(struct ctl_pools *p, struct ctl_size *s, size_t n, json_t *names, uint64_t 
         json_t *scale = NULL;
         int code;
 
-        if (!name_ok(s[i].role)) {
-            fprintf(stderr, "batonctl: %s is no name of a role\n", s[i].role);
-            return CTL_FAILED;
-        }
-        path_of(p, s[i].role, "/scale", path);
-        code = read_object(p, path, deadline_ns, &scale);
+        code = kube_pools_path(p, s[i].role, "/scale", path);
+        code = code != CTL_OK ? code : kube_pools_read(p, path, deadline_ns, &scale);
         if (code != CTL_OK) {
             return code;
         }
@@ -115,11 +108,13 @@ static int scale_one(struct ctl_pools *p, const struct ctl_size *s, uint64_t dea
     char path[600];
     int code = -1;
 
-    path_of(p, s->role, "/scale", path);
+    if (kube_pools_path(p, s->role, "/scale", path) != CTL_OK) {
+        return CTL_FAILED;
+    }
     while (code < 0) {
         json_t *scale = NULL, *spec;
 
-        code = read_object(p, path, deadline_ns, &scale);
+        code = kube_pools_read(p, path, deadline_ns, &scale);
         if (code != CTL_OK) {
             return code;
         }
@@ -175,7 +170,7 @@ static bool is_settled(const json_t *o, int64_t to)
 
 static int settle(struct ctl_pools *p, const struct ctl_size *s, size_t n, uint64_t deadline_ns)
 {
-    const struct impl *impl = p->impl;
+    const struct kube_pools *impl = p->impl;
 
     if (n == 0) {
         s = impl->flipped;
@@ -184,10 +179,12 @@ static int settle(struct ctl_pools *p, const struct ctl_size *s, size_t n, uint6
     for (size_t i = 0; i < n; i++) {
         char path[600];
 
-        path_of(p, s[i].role, "", path);
+        if (kube_pools_path(p, s[i].role, "", path) != CTL_OK) {
+            return CTL_FAILED;
+        }
         for (;;) {
             json_t *o = NULL;
-            int code = read_object(p, path, deadline_ns, &o);
+            int code = kube_pools_read(p, path, deadline_ns, &o);
             bool done = code == CTL_OK && is_settled(o, s[i].to);
 
             json_decref(o);
@@ -244,7 +241,7 @@ static int
 flip(struct ctl_pools *p, const char *node, const char *to, bool dry, uint64_t deadline_ns)
 {
     struct ctl_size s[2] = {{.to = 0}, {.to = 0}};
-    struct impl *impl = p->impl;
+    struct kube_pools *impl = p->impl;
     json_t *names = json_array();
     char last[400];
     int code;
@@ -271,7 +268,7 @@ flip(struct ctl_pools *p, const char *node, const char *to, bool dry, uint64_t d
 
 static void close_kube(struct ctl_pools *p)
 {
-    struct impl *impl = p->impl;
+    struct kube_pools *impl = p->impl;
 
     kube_free(&impl->kube);
     free(impl);
@@ -279,9 +276,10 @@ static void close_kube(struct ctl_pools *p)
 
 int ctl_pools_open_kube(struct ctl_pools *p, uint64_t deadline_ns)
 {
-    static const struct ctl_pools_ops ops = {"kubernetes", plan, scale,     gone,
-                                             settle,       flip, close_kube};
-    struct impl *impl;
+    static const struct ctl_pools_ops ops = {
+        "kubernetes",     plan,      scale, gone, settle, flip, kube_canary_start, kube_canary_end,
+        kube_canary_over, close_kube};
+    struct kube_pools *impl;
     int code;
 
     if (!name_ok(p->a->workload) ||

@@ -2,7 +2,9 @@
 #include "deploy/ctl/local.h"
 #include "deploy/ctl/pools.h"
 
-#include <stdlib.h>
+#include "common/thr/time.h"
+
+#define CLEANUP_NS (5 * BT_NS_PER_S)
 
 static int scale(struct ctl_pools *p,
                  const struct ctl_size *s,
@@ -66,6 +68,69 @@ flip(struct ctl_pools *p, const char *node, const char *to, bool dry, uint64_t d
     return code;
 }
 
+/* --- canaries -------------------------------------------------------------------------------- */
+
+static int ask(struct ctl_pools *p,
+               const struct ctl_canary *c,
+               json_t *take_m,
+               uint64_t deadline_ns,
+               bool names)
+{
+    json_t *answer = NULL;
+    int code;
+
+    json_object_set_new(take_m, "role", json_string(c->role));
+    json_object_set_new(take_m, "dry_run", json_boolean(c->dry));
+    code = ctl_local_ask(p->a, take_m, deadline_ns, &answer);
+    if (code == CTL_OK && names) {
+        json_array_extend(c->names, json_object_get(answer, "stopping"));
+    }
+    json_decref(answer);
+    return code;
+}
+
+static int canary(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline_ns)
+{
+    json_t *m;
+    int code;
+
+    if (!p->a->binary) {
+        fputs("batonctl: a canary under a supervisor has a --binary\n", stderr);
+        return CTL_USAGE;
+    }
+    m = json_pack("{s:s, s:s, s:I}", "op", "canary", "binary", p->a->binary, "replicas",
+                  (json_int_t)c->n);
+    if (p->a->version) {
+        json_object_set_new(m, "release", json_string(p->a->version));
+    }
+    code = ask(p, c, m, deadline_ns, false);
+    for (int64_t i = 0; i < c->n; i++) {
+        char name[100];
+
+        snprintf(name, sizeof(name), "%.60s-canary-%lld", c->role, (long long)i);
+        json_array_append_new(c->names, json_string(name));
+    }
+    if (code == CTL_OK && !c->dry && ctl_local_settle(p->a, deadline_ns) != CTL_OK) {
+        ask(p, c, json_pack("{s:s}", "op", "rollback"), bt_deadline_ns(CLEANUP_NS), false);
+        fputs("batonctl: the canary is taken back\n", stderr);
+        code = CTL_TIMEOUT;
+    }
+    return code;
+}
+
+static int end(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline_ns)
+{
+    return ask(p, c, json_pack("{s:s}", "op", c->promote ? "promote" : "rollback"), deadline_ns,
+               c->dry);
+}
+
+static int over(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline_ns)
+{
+    int code = ctl_local_gone(p->a, c->names, deadline_ns);
+
+    return code == CTL_OK && p->a->wait ? ctl_local_settle(p->a, deadline_ns) : code;
+}
+
 static void close_local(struct ctl_pools *p)
 {
     json_decref(p->impl);
@@ -73,8 +138,8 @@ static void close_local(struct ctl_pools *p)
 
 int ctl_pools_open_local(struct ctl_pools *p, uint64_t deadline_ns)
 {
-    static const struct ctl_pools_ops ops = {"supervisor", plan, do_scale,   gone,
-                                             settle,       flip, close_local};
+    static const struct ctl_pools_ops ops = {"supervisor", plan,   do_scale, gone, settle,
+                                             flip,         canary, end,      over, close_local};
     json_t *status = NULL;
     int code = ctl_local_ask(p->a, json_pack("{s:s}", "op", "status"), deadline_ns, &status);
 

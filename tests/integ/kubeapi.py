@@ -26,7 +26,7 @@ class ApiServer:
 
     def __init__(self, authority, client_authority=None, users=None, rules=None):
         self.users, self.rules = users or {}, rules or {}
-        self.objects, self.requests, self.faults, self.on_write = {}, [], [], None
+        self.objects, self.requests, self.faults, self.on_write, self.on_patched = {}, [], [], None, None
         self.lock = threading.Lock()
         self.version = 1000
         cert, key = authority.issue("kube-apiserver", san="DNS:localhost,IP:127.0.0.1")
@@ -206,3 +206,37 @@ class ApiServer:
             o["metadata"]["generation"] += 1
         self.touch(o)
         return self.scale_of(o)
+
+    def merge(self, old, new, merged_lists=("containers", "env")):
+        """A strategic merge: null removes, lists of named things are merged by name."""
+        for k, v in new.items():
+            if v is None:
+                old.pop(k, None)
+            elif isinstance(v, dict):
+                self.merge(old.setdefault(k, {}), v)
+            elif isinstance(v, list) and k in merged_lists:
+                items = old.setdefault(k, [])
+                for item in v:
+                    found = next((i for i in items if i["name"] == item["name"]), None)
+                    if item.get("$patch") == "delete":
+                        items[:] = [i for i in items if i is not found]
+                    elif found is None:
+                        items.append(item)
+                    else:
+                        self.merge(found, item)
+            else:
+                old[k] = v
+
+    def patch(self, h, o, body):
+        if h.headers.get("Content-Type") != "application/strategic-merge-patch+json":
+            raise Failure(415, "the body of the request was in an unknown format")
+        doc = json.loads(body)
+        version = doc.get("metadata", {}).pop("resourceVersion", None)
+        if version not in (None, o["metadata"]["resourceVersion"]):
+            raise Failure(409, "the object has been modified; please apply your changes to the latest version")
+        self.merge(o, doc)
+        o["metadata"]["generation"] += 1
+        self.touch(o)
+        if self.on_patched:
+            self.on_patched(o)
+        return o

@@ -1,7 +1,7 @@
 """batonctl against a double of the Kubernetes API server that checks TLS, tokens, rights, versions."""
 import base64
 import json
-import os
+import queue
 import subprocess
 import threading
 import time
@@ -309,6 +309,89 @@ def test_pods_are_drained_before_they_go(cluster, kube):
     assert (kube.api.replicas("baton-prefill"), kube.api.replicas("baton-decode")) == (2, 0)
     eventually(lambda: c.live_nodes() == ["prefill-0"], 40, "the pods' ends")
     c.allow("event=node .*to=lost")
+
+
+class Kubelet:
+    """Runs the pods of a statefulset as real nodes: restarts those whose template has changed."""
+
+    def __init__(self, c, kube, name):
+        self.c, self.kube, self.set, self.todo = c, kube, name, queue.Queue()
+        self.pods = {}
+        kube.api.on_patched = self.todo.put
+        # One thread for all of it: nodes end with the thread that has started them.
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        while True:
+            self.reconcile(self.todo.get())
+            self.todo.task_done()
+
+    def pod_of(self, o):
+        node = o["spec"]["template"]["spec"]["containers"][0]
+        return node["image"], next((e["value"] for e in node.get("env", ()) if e["name"] == "BATON_RELEASE"), "1.0")
+
+    def start(self, o):
+        for i in range(o["spec"]["replicas"]):
+            name = f"{self.set}-{i}"
+            self.pods[name] = self.pod_of(o)
+            self.c.add_node("decode", name, ["--release=1.0"]).wait_ready()
+
+    def reconcile(self, o):
+        first, want = o["spec"]["updateStrategy"]["rollingUpdate"]["partition"], self.pod_of(o)
+        for i in reversed(range(first, o["spec"]["replicas"])):
+            name = f"{self.set}-{i}"
+            if self.pods[name] != want:
+                self.pods[name] = want
+                p = self.c.procs[name]
+                p.argv = [*[a for a in p.argv if not a.startswith("--release=")], f"--release={want[1]}"]
+                p.stop()
+                self.c.restart(name)
+        o["status"] = {"observedGeneration": o["metadata"]["generation"], "replicas": o["spec"]["replicas"],
+                       "readyReplicas": o["spec"]["replicas"],
+                       "updatedReplicas": sum(p == want for p in self.pods.values())}
+
+
+def test_canary_promote_and_rollback_of_an_image(cluster, kube):
+    c = cluster(prefill=1, decode=0, wait=False)
+    kube.api.rules["alice"] = [*RIGHTS, ("patch", "statefulsets", "llm")]
+    kubelet = Kubelet(c, kube, "baton-decode")
+    sts = kube.api.objects["llm", "statefulsets", "baton-decode"]
+    kubelet.start(sts)
+    eventually(lambda: len(c.ready_nodes()) == 3, 20)
+    router = c.procs["router"].address
+    c.allow("event=node .*to=lost")
+
+    def image(i):
+        return kubelet.pods[f"baton-decode-{i}"][0]
+    out = kube.ctl("canary", "decode", "--image", "baton:2", "--version", "2.0", "--percent", "30", "--dry-run",
+                   router=router)
+    assert out.returncode == 0 and "PATCH" not in {v for v, _ in kube.api.requests}
+    out = kube.ctl("canary", "decode", "--image", "baton:2", "--version", "2.0", "--percent", "30", router=router)
+    assert out.returncode == 0 and out.stdout == "decode: 2.0 gets 30 % of the requests\n", out
+    assert (image(0), image(1)) == ("baton:1", "baton:2")
+    who = [c.client.generate(f"p {i}", max_tokens=2).timing.decode_node for i in range(20)]
+    assert who.count("baton-decode-1") == 6, who
+    out = kube.ctl("canary", "decode", "--image", "baton:3", router=router)
+    assert out.returncode == 1 and "already" in out.stderr
+    out = kube.ctl("rollback", "decode", router=router)
+    assert out.returncode == 0, out.stderr
+    assert (image(0), image(1)) == ("baton:1", "baton:1") and not c.client.server().canaries
+    assert sts["metadata"]["annotations"] == {} and sts["spec"]["template"]["spec"]["containers"][0]["env"] == []
+    assert kube.ctl("rollback", "decode", router=router).returncode == 5
+    eventually(lambda: len(c.ready_nodes()) == 3, 20)
+    assert not any(n.cordoned for n in c.client.server().nodes)
+    # A canary that announces what the others do is taken back.
+    out = kube.ctl("canary", "decode", "--image", "baton:2", "--version", "1.0", router=router)
+    assert out.returncode == 1 and "another --version" in out.stderr and out.stdout == ""
+    eventually(lambda: (image(0), image(1)) == ("baton:1", "baton:1"), 30)
+    kubelet.todo.join()
+    assert kube.ctl("canary", "decode", "--image", "baton:2", "--version", "2.0", router=router).returncode == 0
+    out = kube.ctl("promote", "decode", router=router)
+    assert out.returncode == 0, out.stderr
+    assert (image(0), image(1)) == ("baton:2", "baton:2") and sts["metadata"]["annotations"] == {}
+    eventually(lambda: {n.version for n in c.client.server().nodes if n.role == "decode" and n.state == "ready"} ==
+               {"2.0"})
+    assert kube.ctl("canary", "decode", "--binary", "/x", router=router).returncode == 2
 
 
 def test_tokens_are_not_shown(kube, tmp_path):

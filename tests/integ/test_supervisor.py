@@ -165,7 +165,7 @@ def test_a_canary_that_does_not_start_is_taken_back(supervised, tmp_path):
     bad.write_text("#!/bin/sh\nexit 3\n")
     bad.chmod(0o755)
     out = s.ctl("canary", "decode", "--binary", str(bad), "--version", "2.0", "--timeout", "1500ms")
-    assert out.returncode == 4 and out.stdout == "" and "stopped again" in out.stderr, out
+    assert out.returncode == 4 and out.stdout == "" and "taken back" in out.stderr, out
     eventually(lambda: s.role("decode-canary") is None)
     assert s.ctl("canary", "decode", "--binary", "/nowhere/x").returncode == 5
     out = s.ctl("canary", "decode", "--binary", str(BUILD / "baton-decode"))
