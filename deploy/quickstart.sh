@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From a clone to an answer: installs what is missing, builds, fetches a small real model, starts
-# Redis, a router, one prefill node and one decode node on loopback, and streams an answer.
+# a supervisor with Redis, a router, one prefill node and one decode node on loopback, and streams an
+# answer. `batonctl scale` changes how many there are.
 #
 #   deploy/quickstart.sh [--once] [--model PATH] [--prompt TEXT] [--max-tokens N] [--port N] [--http-port N] [--keeper]
 #
@@ -16,7 +17,7 @@ set -euo pipefail
 
 once=0 model='' prompt='What is a relay race? Answer in one sentence.' max_tokens=64 port=0 http_port=0 keeper=0
 
-usage() { sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 while [ $# -gt 0 ]; do
     case $1 in
@@ -40,48 +41,51 @@ while [ $# -gt 0 ]; do
 done
 
 started_all=$(now_ms)
-pids=()
+supervisor=''
 run=$(mktemp -d "${TMPDIR:-/tmp}/baton-quickstart.XXXXXX")
 
-# Nodes first, so that the router sees them leave; Redis last. Then everything is gone.
+# The supervisor ends what it has started, the router first, Redis last. Then everything is gone.
 cleanup() {
-    local i pid
     trap - EXIT INT TERM
-    for ((i = ${#pids[@]} - 1; i >= 0; i--)); do
-        kill -TERM "${pids[i]}" 2>/dev/null || true
-    done
-    for pid in "${pids[@]}"; do
-        wait "$pid" 2>/dev/null || true
-    done
+    if [ -n "$supervisor" ]; then
+        kill -TERM "$supervisor" 2>/dev/null || true
+        wait "$supervisor" 2>/dev/null || true
+    fi
     rm -rf "$run"
 }
 trap cleanup EXIT
 trap 'echo >&2; exit 130' INT
 trap 'exit 143' TERM
 
-# launch NAME BINARY OPTION...: starts one process of the cluster and waits until it is ready.
-launch() {
-    local name=$1 binary=$2 pid
-    shift 2
-    "$build/$binary" --ready_file="$run/$name.ready" "$@" 2>"$run/$name.log" &
-    pid=$!
-    pids+=("$pid")
-    if ! wait_file "$run/$name.ready" "$pid" 60; then
-        cat "$run/$name.log" >&2
-        return 1
-    fi
+json_text() { printf '"%s"' "$(printf '%s' "$1" | sed 's/\\/\\\\/g; s/"/\\"/g')"; }
+
+# role NAME KIND READY COMMAND...: an entry of the supervisor's file.
+role() {
+    local name=$1 kind=$2 ready=$3 list='' arg
+    shift 3
+    for arg in "$@"; do list+="${list:+, }$(json_text "$arg")"; done
+    printf '%s{"name": "%s", %s, "ready": "%s", "command": [%s]}' "${roles:+,
+  }" "$name" "$kind" "$ready" "$list"
 }
 
-start_redis() {
-    redis-server --port 0 --unixsocket "$run/redis.sock" --save '' --appendonly no \
-        --dir "$run" >"$run/redis.log" 2>&1 &
-    pids+=($!)
+# started FILE NAME: waits for a process of the supervisor; its log says why it does not come.
+started() {
+    wait_file "$run/$1" "$supervisor" 60 && return 0
+    cat "$run/$2.log" "$run/supervisor.log" >&2 || true
+    return 1
+}
+
+start_supervisor() {
+    # In a session of its own: Ctrl-C is for this script, which ends it in order.
+    setsid "$build/baton-supervisor" --roles="$run/roles.json" --run="$run" \
+        --ready_file="$run/supervisor.ready" 2>"$run/supervisor.log" &
+    supervisor=$!
     local i
     for ((i = 0; i < 100; i++)); do
-        [ -S "$run/redis.sock" ] && return 0
+        [ -S "$run/control.sock" ] && return 0
+        kill -0 "$supervisor" 2>/dev/null || return 1
         sleep 0.05
     done
-    cat "$run/redis.log" >&2
     return 1
 }
 
@@ -97,21 +101,30 @@ elif [ ! -e "$model" ]; then
     die "no model at $model"
 fi
 
-# `step` runs its command in this shell, so that the processes stay our children.
-step "starting Redis" start_redis || die "Redis did not start"
-common=(--model="$model" --redis.address="unix:$run/redis.sock" --cluster.name=quickstart)
-node=("${common[@]}")
+common=(--model="$model" --redis.address="unix:$run/redis.sock" --cluster.name=quickstart
+    --ready_file='{run}/{name}.ready' --name='{name}')
+ready='{run}/{name}.ready' node=("${common[@]}") roles=''
+roles+=$(role redis '"single": true' '{run}/redis.sock' redis-server --port 0 --unixsocket "$run/redis.sock" \
+    --save '' --appendonly no --dir "$run")
 if [ $keeper = 1 ]; then
-    step "starting the keeper" launch keeper baton-keeper --socket="$run/keeper.sock" ||
-        die "the keeper did not start"
+    roles+=$(role keeper '"single": true' "$ready" "$build/baton-keeper" --socket="$run/keeper.sock" \
+        --ready_file='{run}/{name}.ready')
     node+=(--keeper.socket="$run/keeper.sock")
 fi
-step "starting the prefill node" launch prefill baton-prefill "${node[@]}" \
-    --name=prefill-0 || die "the prefill node did not start"
-step "starting the decode node" launch decode baton-decode "${node[@]}" \
-    --name=decode-0 || die "the decode node did not start"
-step "starting the router" launch router baton-router "${common[@]}" \
-    --listen="127.0.0.1:$port" --http.listen="127.0.0.1:$http_port" || die "the router did not start"
+roles+=$(role prefill '"replicas": 1' "$ready" "$build/baton-prefill" "${node[@]}")
+roles+=$(role decode '"replicas": 1' "$ready" "$build/baton-decode" "${node[@]}")
+roles+=$(role router '"single": true' "$ready" "$build/baton-router" "${common[@]}" \
+    --listen="127.0.0.1:$port" --http.listen="127.0.0.1:$http_port")
+printf '{"roles": [\n  %s\n]}\n' "$roles" >"$run/roles.json"
+
+# `step` runs its command in this shell, so that the supervisor stays our child.
+step "starting the supervisor" start_supervisor || die "the supervisor did not start: $(cat "$run/supervisor.log")"
+if [ $keeper = 1 ]; then
+    step "starting the keeper" started keeper.ready keeper || die "the keeper did not start"
+fi
+step "starting the prefill node" started prefill-0.ready prefill-0 || die "the prefill node did not start"
+step "starting the decode node" started decode-0.ready decode-0 || die "the decode node did not start"
+step "starting the router" started router.ready router || die "the router did not start"
 address=$(ready_value "$run/router.ready" listen)
 http=$(ready_value "$run/router.ready" http)
 
@@ -129,9 +142,10 @@ The cluster is up; Ctrl-C ends it.
   http       http://$http/v1 (OpenAI-compatible):
              curl -sS http://$http/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}'
   nodes      $build/batonctl status --router $address
+  scale      $build/batonctl scale decode=2 --wait --supervisor $run/control.sock
   ask again  $build/batonctl generate --router $address --chat --prompt '...'
   logs       $run/*.log
 TXT
-# A process that dies is reported at once; all of them belong together.
-wait -n "${pids[@]}" || true
-die "a process ended; logs: $(tail -n 2 "$run"/*.log)"
+# What dies is started again; the supervisor itself is not.
+wait "$supervisor" || true
+die "the supervisor ended; logs: $(tail -n 2 "$run"/*.log)"

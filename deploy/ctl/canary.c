@@ -180,6 +180,7 @@ int ctl_canary(const struct ctl_args *a)
 /* The share goes first, then the nodes. */
 static int end(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline)
 {
+    json_t *cordoned;
     int code;
 
     c->dry = true; /* what would go */
@@ -188,14 +189,15 @@ static int end(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline)
         return code;
     }
     c->dry = false;
+    cordoned = json_array();
     code = set_share(p->a, p->router, "", 0, deadline);
-    code = code != CTL_OK ? code : ctl_pools_drain(p, c->names, deadline);
-    if (code != CTL_OK) {
-        return code;
+    code = code != CTL_OK ? code : ctl_pools_drain(p, c->names, deadline, cordoned);
+    if (code == CTL_OK) {
+        code = p->ops->end(p, c, deadline);
+        code = code != CTL_OK ? code : p->ops->over(p, c, deadline);
+        ctl_pools_uncordon(p, cordoned, bt_deadline_ns(CLEANUP_NS));
     }
-    code = p->ops->end(p, c, deadline);
-    code = code != CTL_OK ? code : p->ops->over(p, c, deadline);
-    ctl_pools_uncordon(p, c->names, bt_deadline_ns(CLEANUP_NS));
+    json_decref(cordoned);
     return code;
 }
 

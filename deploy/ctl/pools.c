@@ -52,8 +52,9 @@ void ctl_pools_uncordon(struct ctl_pools *p, const json_t *names, uint64_t deadl
     }
 }
 
-/* Those of the names that the router knows and that are not cordoned yet, in a new array. */
-static int known(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns, json_t *ret)
+/* Those of the names that the router knows, in a new array; and those of them without a cordon. */
+static int known(
+    struct ctl_pools *p, const json_t *names, uint64_t deadline_ns, json_t *ret, json_t *free_ones)
 {
     struct ctl_view view = {0};
     int code = ctl_look(p->router, deadline_ns, &view);
@@ -62,8 +63,13 @@ static int known(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns,
 
     json_array_foreach(names, i, v)
     {
-        if (code == CTL_OK && ctl_view_find(&view, json_string_value(v))) {
+        const struct ctl_seen *s = ctl_view_find(&view, json_string_value(v));
+
+        if (code == CTL_OK && s) {
             json_array_append(ret, (json_t *)(uintptr_t)v);
+            if (!s->cordoned) {
+                json_array_append(free_ones, (json_t *)(uintptr_t)v);
+            }
         }
     }
     ctl_view_free(&view);
@@ -89,13 +95,16 @@ cordon_all(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns, uint6
     return code;
 }
 
-int ctl_pools_drain(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns)
+int ctl_pools_drain(struct ctl_pools *p,
+                    const json_t *names,
+                    uint64_t deadline_ns,
+                    json_t *cordoned)
 {
     json_t *list = json_array();
     uint64_t settled = 0;
     const json_t *v;
     size_t i;
-    int code = json_array_size(names) == 0 ? CTL_OK : known(p, names, deadline_ns, list);
+    int code = json_array_size(names) == 0 ? CTL_OK : known(p, names, deadline_ns, list, cordoned);
 
     if (code == CTL_UNREACHABLE) {
         fputs("batonctl: the router cannot be asked to drain: nodes finish what they have when "
@@ -104,7 +113,7 @@ int ctl_pools_drain(struct ctl_pools *p, const json_t *names, uint64_t deadline_
         json_decref(list);
         return CTL_OK;
     }
-    code = code != CTL_OK ? code : cordon_all(p, list, deadline_ns, &settled);
+    code = code != CTL_OK ? code : cordon_all(p, cordoned, deadline_ns, &settled);
     json_array_foreach(list, i, v)
     {
         code = code != CTL_OK
@@ -112,7 +121,7 @@ int ctl_pools_drain(struct ctl_pools *p, const json_t *names, uint64_t deadline_
                    : ctl_wait_idle(p->router, json_string_value(v), settled, deadline_ns);
     }
     if (code != CTL_OK) {
-        ctl_pools_uncordon(p, list, bt_deadline_ns(5 * BT_NS_PER_S));
+        ctl_pools_uncordon(p, cordoned, bt_deadline_ns(5 * BT_NS_PER_S));
     }
     json_decref(list);
     return code;

@@ -60,8 +60,12 @@ int ctl_pools_open_kube(struct ctl_pools *p, uint64_t deadline_ns);
 
 /* Cordons the nodes (an array of names) that the router knows, and waits until they have nothing to
  * do. A router that cannot be reached is told on stderr: nodes drain themselves when they are
- * stopped. On failure the cordons are taken off again. */
-int ctl_pools_drain(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns);
+ * stopped. On failure the cordons are taken off again.
+ * `cordoned` (an empty array): those whose cordon is ours, for ctl_pools_uncordon. */
+int ctl_pools_drain(struct ctl_pools *p,
+                    const json_t *names,
+                    uint64_t deadline_ns,
+                    json_t *cordoned);
 void ctl_pools_uncordon(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns);
 
 #endif

@@ -179,10 +179,13 @@ int kube_canary_start(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadli
         name_pods(p, c->role, ch.partition, set, c->names);
     }
     if (code == CTL_OK && !c->dry) {
-        code = ctl_pools_drain(p, c->names, deadline_ns);
+        json_t *cordoned = json_array();
+
+        code = ctl_pools_drain(p, c->names, deadline_ns, cordoned);
         code = code != CTL_OK ? code : apply(p, path, set, &ch, deadline_ns);
         code = code != CTL_OK ? code : kube_canary_over(p, c, deadline_ns);
-        ctl_pools_uncordon(p, c->names, bt_deadline_ns(5 * BT_NS_PER_S));
+        ctl_pools_uncordon(p, cordoned, bt_deadline_ns(5 * BT_NS_PER_S));
+        json_decref(cordoned);
     }
     json_decref(set);
     return code;

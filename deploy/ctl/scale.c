@@ -63,13 +63,13 @@ tell(const struct ctl_args *a, const struct ctl_size *s, size_t n, const json_t 
 
 static int scale(struct ctl_pools *p, struct ctl_size *s, size_t n, uint64_t deadline)
 {
-    json_t *names = json_array();
+    json_t *names = json_array(), *cordoned = json_array();
     int code = p->ops->plan(p, s, n, names, deadline);
 
     if (code != CTL_OK || p->a->dry_run) {
         goto out;
     }
-    code = ctl_pools_drain(p, names, deadline);
+    code = ctl_pools_drain(p, names, deadline, cordoned);
     if (code != CTL_OK) {
         fputs("batonctl: nothing was scaled\n", stderr);
         goto out;
@@ -78,7 +78,7 @@ static int scale(struct ctl_pools *p, struct ctl_size *s, size_t n, uint64_t dea
     if (code == CTL_OK && json_array_size(names) > 0) {
         code = p->ops->gone(p, names, deadline);
     }
-    ctl_pools_uncordon(p, names, bt_deadline_ns(CLEANUP_NS));
+    ctl_pools_uncordon(p, cordoned, bt_deadline_ns(CLEANUP_NS));
     if (code == CTL_OK && p->a->wait) {
         code = p->ops->settle(p, s, n, deadline);
     }
@@ -88,6 +88,7 @@ out:
         tell(p->a, s, n, names, p->a->wait);
     }
     json_decref(names);
+    json_decref(cordoned);
     return code;
 }
 
@@ -121,13 +122,13 @@ int ctl_scale(const struct ctl_args *a)
 
 static int flip(struct ctl_pools *p, const char *node, const char *to, uint64_t deadline)
 {
-    json_t *names = json_pack("[s]", node);
+    json_t *names = json_pack("[s]", node), *cordoned = json_array();
     int code = p->ops->flip(p, node, to, true, deadline);
 
     if (code != CTL_OK || p->a->dry_run) {
         goto out;
     }
-    code = ctl_pools_drain(p, names, deadline);
+    code = ctl_pools_drain(p, names, deadline, cordoned);
     if (code != CTL_OK) {
         goto out;
     }
@@ -135,13 +136,14 @@ static int flip(struct ctl_pools *p, const char *node, const char *to, uint64_t 
     if (code == CTL_OK) {
         code = p->ops->gone(p, names, deadline);
     }
-    ctl_pools_uncordon(p, names, bt_deadline_ns(CLEANUP_NS));
+    ctl_pools_uncordon(p, cordoned, bt_deadline_ns(CLEANUP_NS));
     if (code == CTL_OK && p->a->wait) {
         code = p->ops->settle(p, NULL, 0, deadline);
     }
 
 out:
     json_decref(names);
+    json_decref(cordoned);
     return code;
 }
 

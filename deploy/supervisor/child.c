@@ -3,7 +3,7 @@
  *
  * Every process has a session of its own, so that a terminal's Ctrl-C reaches the supervisor alone
  * and the order of the end is its choice. */
-#include "deploy/supervisor/supervisor_int.h"
+#include "deploy/supervisor/supervisor.h"
 
 #include "common/base/buf.h"
 #include "common/obs/log.h"

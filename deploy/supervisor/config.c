@@ -1,5 +1,5 @@
 /* Roles: read from the configuration, made as canaries, compared by name. */
-#include "deploy/supervisor/supervisor_int.h"
+#include "deploy/supervisor/supervisor.h"
 
 #include "common/base/buf.h"
 #include "common/cluster/member.h"

@@ -2,7 +2,7 @@
  *
  * A client that sends what is no request, or does not take its answer, loses its connection.
  * Nothing here blocks. A request is checked whole before any of it is done. */
-#include "deploy/supervisor/supervisor_int.h"
+#include "deploy/supervisor/supervisor.h"
 
 #include "common/base/buf.h"
 #include "common/file/json.h"

@@ -3,7 +3,7 @@
 #include "common/node/node.h"
 #include "common/obs/log.h"
 #include "common/thr/mailbox.h"
-#include "deploy/supervisor/supervisor_int.h"
+#include "deploy/supervisor/supervisor.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -1,6 +1,6 @@
 /* How many of each role there are: start in order, scaling, the end in reverse order, and the loop
  * that looks at everything whenever something has happened or is due. */
-#include "deploy/supervisor/supervisor_int.h"
+#include "deploy/supervisor/supervisor.h"
 
 #include "common/obs/log.h"
 #include "common/thr/mailbox.h"

@@ -7,7 +7,7 @@
  *
  * Written beside and renamed. The folder belongs to the supervisor's user; what is read is checked
  * all the same. */
-#include "deploy/supervisor/supervisor_int.h"
+#include "deploy/supervisor/supervisor.h"
 
 #include "common/base/buf.h"
 #include "common/file/json.h"

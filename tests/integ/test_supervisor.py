@@ -31,6 +31,10 @@ def supervised(models, request):
         s.finish(check=not failed)
 
 
+def order(s, verb, node):
+    return subprocess.run([BUILD / "batonctl", verb, node, "--router", s.router], capture_output=True).returncode
+
+
 class Load:
     """Streams that run all the time; every one of them must come whole."""
 
@@ -90,8 +94,7 @@ def test_scale_waits_for_long_streams_or_does_nothing(supervised):
     assert s.ctl("scale", "decode=2", "--wait").returncode == 0
     eventually(lambda: "decode-1" in s.ready_nodes())
     assert s.ctl("cordon", "decode-0", "--router", s.router).returncode == 2  # no --supervisor there
-    run = subprocess.run([BUILD / "batonctl", "cordon", "decode-0", "--router", s.router], capture_output=True)
-    assert run.returncode == 0
+    assert order(s, "cordon", "decode-0") == 0
     got = []
     t = threading.Thread(target=lambda: got.append(s.client.generate("long", max_tokens=400, ignore_eos=True)))
     t.start()
@@ -101,6 +104,19 @@ def test_scale_waits_for_long_streams_or_does_nothing(supervised):
     assert s.role("decode")["replicas"] == 2 and not s.client.nodes()["decode-1"].cordoned
     t.join()
     assert len(got[0].tokens) == 400 and got[0].timing.retries == 0
+
+
+def test_what_an_operator_has_cordoned_stays_so(supervised):
+    s = supervised(decode=2)
+    assert order(s, "cordon", "decode-1") == 0
+    # One that the router has not seen yet goes without a word.
+    out = s.ctl("scale", "decode=3", "--wait")
+    out = s.ctl("scale", "decode=1", "--wait")
+    assert out.returncode == 0 and out.stderr == "", out
+    assert s.ctl("scale", "decode=2", "--wait").returncode == 0
+    eventually(lambda: "decode-1" in s.ready_nodes())
+    assert s.client.nodes()["decode-1"].cordoned and not s.client.nodes()["decode-0"].cordoned
+    assert order(s, "uncordon", "decode-1") == 0
 
 
 def test_a_dry_run_does_nothing(supervised):
