@@ -113,6 +113,9 @@ tell_status(const struct kube *k, const struct kube_request *r, long status, con
         return CTL_DENIED;
     case 404:
         return CTL_NOT_FOUND;
+    case 429:
+    case 503: /* asked again until the time was over */
+        return CTL_TIMEOUT;
     default:
         return CTL_FAILED;
     }
