@@ -365,6 +365,17 @@ static void on_closed(struct bt_rpc_client_call *call, int status, const char *t
 
 /* --- connecting and losing ------------------------------------------------------------------- */
 
+/* The cluster's token does not travel to other machines in the clear unless that is allowed. */
+static int check_way(struct rt_node *n, struct bt_err *err)
+{
+    return n->router->conf->common.allow_insecure || bt_rpc_address_is_local(n->address) ||
+                   !bt_sec_shows_plain(bt_node_sec(n->router->node))
+               ? BT_OK
+               : BT_FAIL(err, BT_E_CONFIG,
+                         "the cluster's token would go there in the clear: give tls.node_ca_file, "
+                         "or set allow_insecure");
+}
+
 static int open_session(struct rt_node *n, struct bt_err *err)
 {
     static const struct bt_rpc_client_events events = {.message = on_message, .closed = on_closed};
@@ -377,9 +388,13 @@ static int open_session(struct rt_node *n, struct bt_err *err)
                                     .response = &baton__v1__node_message__descriptor,
                                     .events = &events,
                                     .request = &m.base};
-    struct rt_session *ses = bt_calloc(1, sizeof(*ses));
-    int rc = BT_OK;
+    struct rt_session *ses;
+    int rc = check_way(n, err);
 
+    if (rc < 0) {
+        return rc;
+    }
+    ses = bt_calloc(1, sizeof(*ses));
     if (!ses) {
         return BT_FAIL(err, BT_E_NOMEM, "no memory for a session");
     }

@@ -509,6 +509,11 @@ SSL_CTX *bt_sec_http(struct bt_sec *s)
     return ctx;
 }
 
+bool bt_sec_shows_plain(const struct bt_sec *s)
+{
+    return given(s->conf->cluster_file) && !given(s->conf->node_ca_file);
+}
+
 bool bt_sec_bearer(struct bt_sec *s, char *ret, size_t n)
 {
     struct shared_tokens *t = tokens_get(s);

@@ -118,6 +118,8 @@ struct ssl_ctx_st *bt_sec_http(struct bt_sec *s);
 struct bt_pem *bt_sec_peer(struct bt_sec *s);
 uint64_t bt_sec_peer_version(struct bt_sec *s);       /* changes when the one above does */
 const char *bt_sec_peer_name(const struct bt_sec *s); /* empty = the host of the address */
+/* True if there is a token to show and no TLS to show it by; never changes. */
+bool bt_sec_shows_plain(const struct bt_sec *s);
 /* The token shown to nodes as "Bearer TOKEN"; false, and ret empty, if there is none. Wipe it. */
 bool bt_sec_bearer(struct bt_sec *s, char *ret, size_t n);
 #define BT_BEARER_MAX (BT_TOKEN_MAX + 8)

@@ -1,5 +1,6 @@
 /* What batonctl shows to those it calls: a token, a certificate; and whose certificates it
  * believes. Files alone name secrets: arguments are for everybody to see. */
+#include "common/rpc/server.h"
 #include "common/sec/sec.h"
 #include "deploy/ctl/ctl.h"
 
@@ -41,6 +42,15 @@ int ctl_access_open(const struct ctl_args *a)
 struct bt_sec *ctl_access(void)
 {
     return sec;
+}
+
+void ctl_access_warn(const char *address)
+{
+    if (sec && conf.cluster_file[0] && !conf.node_ca_file[0] && !bt_rpc_address_is_local(address)) {
+        fprintf(stderr,
+                "batonctl: warning: the token goes to %s in the clear; --ca FILE makes it TLS\n",
+                address);
+    }
 }
 
 void ctl_access_close(void)

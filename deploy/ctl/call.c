@@ -89,6 +89,7 @@ int ctl_run(const char *address, const struct ctl_call *c)
     if (rc < 0) {
         return fail(rc, &err);
     }
+    ctl_access_warn(address);
     rc = bt_rpc_channel_create(loop, address, &cc, &channel, &err);
     if (rc == BT_OK) {
         rc = bt_rpc_client_start(channel, &a, &call, &err);

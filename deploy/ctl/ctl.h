@@ -123,6 +123,8 @@ int ctl_run(const char *address, const struct ctl_call *c);
 int ctl_access_open(const struct ctl_args *a);
 struct bt_sec *ctl_access(void);
 void ctl_access_close(void);
+/* Warns on stderr if our token is about to travel to another machine in the clear. */
+void ctl_access_warn(const char *address);
 
 int ctl_generate(const struct ctl_args *a);
 int ctl_status(const struct ctl_args *a);

@@ -333,9 +333,9 @@ def test_our_client_takes_no_expired_certificate(site):
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
     cert, key = site.ca.issue("expired", days=-1)
     creds = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
-    port = server.add_secure_port("localhost:0", creds)
+    port = server.add_secure_port("127.0.0.1:0", creds)
     server.start()
-    out = batonctl("status", "--router", f"localhost:{port}", "--ca", site.ca.ca, "--timeout", "3s")
+    out = batonctl("status", "--router", f"127.0.0.1:{port}", "--ca", site.ca.ca, "--timeout", "3s")
     assert out.returncode == 3, out
     server.stop(0)
     out = subprocess.run([BUILD / "baton-kvstore", f"--tls.cert_file={cert}", f"--tls.key_file={key}"],
@@ -494,6 +494,25 @@ def test_a_new_CA_for_nodes_and_a_new_token(cluster, tmp_path):
 
 # --- refused to start ----------------------------------------------------------------------------
 
+def test_the_clusters_token_does_not_travel_in_the_clear(cluster, site):
+    words = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
+    host = next((w for w in words if ":" not in w and not w.startswith("127.")), None)
+    if not host:
+        pytest.skip("this machine has no address but loopback")
+    tokens = site.tokens
+    c = cluster(prefill=0, decode=1, role="both", wait=False, access=Access(CLIENT, OPERATOR),
+                node_args=[*tokens.node_args, "--allow_insecure=true", f"--listen={host}:0"],
+                router_args=tokens.router_args)
+    why = eventually(lambda: c.client.nodes()["decode-0"].reason, 10, "a reason")
+    assert "tls.node_ca_file" in why, why
+    c.add_router("router2", [*tokens.router_args, "--allow_insecure=true"]).wait_ready()
+    other = c.client_of("router2")
+    eventually(lambda: other.nodes()["decode-0"].state == "ready", 10, "ready")
+    assert other.generate(PROMPT, max_tokens=2).tokens
+    out = batonctl("node", "--node", c.procs["decode-0"].address, "--token-file", tokens.operators)
+    assert out.returncode == 0 and "in the clear" in out.stderr
+
+
 @pytest.mark.parametrize("binary", ["baton-router", "baton-prefill", "baton-decode", "baton-kvstore"])
 def test_SEC_01_off_loopback(binary, models, site):
     model = [] if binary == "baton-kvstore" else [f"--model={models('tiny')}"]
@@ -584,6 +603,17 @@ def test_SEC_05_hostile_handshakes(cluster, site):
         assert all(gone(s) for s in held)
         for s in held:
             s.close()
+    grpc_port = p.address.split(":")
+    held = [socket.create_connection(grpc_port, 10) for _ in firsts * 6]
+    for s, first in zip(held, firsts * 6):
+        try:
+            s.sendall(first)
+        except OSError:
+            pass
+    assert c.client.generate(PROMPT, max_tokens=2).tokens
+    assert all(gone(s) for s in held), "core gives a handshake ten seconds"
+    for s in held:
+        s.close()
     # one byte after the other
     s = socket.create_connection(address, 10)
     t0 = time.monotonic()
