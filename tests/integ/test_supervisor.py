@@ -234,10 +234,12 @@ def test_a_supervisor_that_is_killed_leaves_its_processes_and_takes_them_over(su
 
 def test_one_that_does_not_end_is_killed(supervised, tmp_path):
     stubborn = {"name": "stubborn", "replicas": 0, "stop": "200ms",
-                "command": ["/bin/sh", "-c", "trap '' TERM; while :; do sleep 1; done"]}
+                "ready": "{run}/{name}.ready",
+                "command": ["/bin/sh", "-c", "trap '' TERM; : > {run}/{name}.ready; while :; do sleep 1; done"]}
     s = supervised(extra=[stubborn])
     assert s.ask(op="scale", roles={"stubborn": 1})["ok"]
-    pid = eventually(lambda: s.processes().get("stubborn-0", {}).get("pid"))
+    eventually(lambda: s.processes().get("stubborn-0", {}).get("state") == "ready")
+    pid = s.processes()["stubborn-0"]["pid"]
     assert s.ask(op="scale", roles={"stubborn": 0})["stopping"] == ["stubborn-0"]
     eventually(lambda: "stubborn-0" not in s.processes(), 30, "killed")
     assert f"pid={pid} msg=\"does not end; killed\"" in s.events()
