@@ -1,4 +1,4 @@
-"""docs/security.md: its commands, run as they stand."""
+"""deploy/docs/security.md: its commands, run as they stand."""
 import os
 import re
 import subprocess
@@ -11,7 +11,7 @@ def test_the_page_works(models, tmp_path):
     sock = tmp_path / "redis.sock"
     redis = Proc("redis", ["redis-server", "--port", "0", "--unixsocket", str(sock), "--save", "", "--dir",
                            str(tmp_path)], tmp_path)
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/security.md").read_text(), re.S)
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "deploy/docs/security.md").read_text(), re.S)
     assert len(blocks) >= 6
     words = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
     host = next((w for w in words if ":" not in w), "127.0.0.1")
