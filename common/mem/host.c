@@ -2,6 +2,7 @@
 #include "common/mem/mem.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -16,7 +17,7 @@ static int host_alloc(size_t bytes, const char *name, struct bt_mem_region *ret,
         return BT_FAIL(err, BT_E_INVALID, "memory %s: cannot allocate %zu bytes", name, bytes);
     }
     size &= ~(page - 1);
-    fd = memfd_create(name, MFD_CLOEXEC);
+    fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) {
         return BT_FAIL_SYS(err, BT_E_SYS, "memory %s: memfd_create", name);
     }
@@ -25,6 +26,8 @@ static int host_alloc(size_t bytes, const char *name, struct bt_mem_region *ret,
         close(fd);
         return BT_E_NOMEM;
     }
+    /* Who maps it as well relies on all of it staying there. */
+    (void)fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
     base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (base == MAP_FAILED) {
         BT_FAIL_SYS(err, BT_E_NOMEM, "memory %s: cannot map %zu bytes", name, size);

@@ -109,6 +109,11 @@ int bt_net_get(struct bt_net_peer *peer,
                struct bt_net_rkey *rkey,
                bt_net_done_fn done,
                void *arg) BT_MUST_USE;
+/* [xfer] The same bytes in place, where the peer's memory can be mapped (a process of this host, a
+ * sealed memory file): read-only, valid until `closed` of the peer returns. NULL: use bt_net_get.
+ * The peer may write there meanwhile, so read once and check what was read. The first call for a
+ * region looks through the peer's files, a millisecond. */
+const void *bt_net_view(struct bt_net_peer *peer, uint64_t remote, size_t bytes);
 /* [xfer] Writes. done means: local memory may be reused. */
 int bt_net_put(struct bt_net_peer *peer,
                const void *local,

@@ -60,7 +60,10 @@ struct bt_net_peer {
     bool overdue;             /* do not wait any more for a safe moment to close */
     struct bt_list queue;     /* struct bt_net_op.link: messages waiting for UP */
     struct bt_net_timer up_timer;
-    uint32_t mapped_pid; /* its memory can be read; 0 = no */
+    uint32_t mapped_pid;     /* its memory can be read; 0 = no */
+    struct bt_net_home home; /* with mapped_pid: who it is */
+    struct bt_list views;    /* struct view.link (view.c) */
+    uint32_t n_view_tries;   /* that found nothing */
     bool hello_sent, hello_seen;
     bool up;          /* was up when it began to close: the layer above knows it */
     bool dying;       /* in net->dying */
@@ -169,6 +172,9 @@ const struct bt_net_home *bt_net_home(void);
 /* True if the memory of the process that says it is `peer` can be read and is that process. */
 bool bt_net_mapped_probe(const struct bt_net_home *peer);
 int bt_net_mapped_read(const struct bt_net_peer *peer, void *local, uint64_t remote, size_t bytes);
+
+/* view.c */
+void bt_net_views_drop(struct bt_net_peer *peer);
 
 /* gate.c */
 /* Opens the public port and shuts UCX's; UCX's listener is there. */

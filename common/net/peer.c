@@ -258,6 +258,7 @@ static void bury(struct bt_net_peer *peer)
     if (net->on.closed && (peer->up || !peer->accepted)) {
         net->on.closed(net->on.arg, peer, peer->rc);
     }
+    bt_net_views_drop(peer);
     bt_list_remove(&peer->link);
     net->n_peers--;
     free(peer);
@@ -356,6 +357,7 @@ static struct bt_net_peer *new_peer(struct bt_net *net, bool accepted)
     peer->up_timer.fn = on_up_timer;
     bt_list_init(&peer->dying_link);
     bt_list_init(&peer->queue);
+    bt_list_init(&peer->views);
     bt_list_push_back(&net->peers, &peer->link);
     net->n_peers++;
     return peer;
@@ -652,6 +654,7 @@ static void on_hello(struct bt_net_peer *peer, const char *frame)
     peer->hello_seen = true;
     if (peer->net->may_map && bt_net_mapped_probe(&home)) {
         peer->mapped_pid = home.pid;
+        peer->home = home;
     }
     go_up(peer);
 }

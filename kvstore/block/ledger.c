@@ -9,11 +9,11 @@
 #include "kvstore/block/ledger.h"
 
 #include "common/base/buf.h"
+#include "kvstore/block/sum.h"
 
 #include <openssl/sha.h>
 #include <stdatomic.h>
 #include <stdlib.h>
-#include <xxhash.h>
 
 /* A test may kill the process at each of the moments that matter. */
 #ifndef KV_LEDGER_POINT
@@ -271,8 +271,8 @@ static uint64_t sum_bytes(const struct kv_ledger *g, const uint32_t *pages)
 
     for (int layer = 0; layer < l->n_layers; layer++) {
         for (uint32_t i = 0; i < g->block_pages; i++) {
-            sum = XXH3_64bits_withSeed(g->pool + kv_layout_offset(l, layer, pages[i]),
-                                       l->page_stride, sum);
+            sum =
+                kv_sum_seeded(g->pool + kv_layout_offset(l, layer, pages[i]), l->page_stride, sum);
         }
     }
     return sum;
@@ -282,10 +282,10 @@ static uint64_t sum_record(const struct kv_ledger *g, const struct record *r)
 {
     const char *p = (const char *)r;
     size_t from = offsetof(struct record, key);
-    uint64_t sum = XXH3_64bits_withSeed(p + 4, 12, 0);
+    uint64_t sum = kv_sum_seeded(p + 4, 12, 0);
 
-    sum = XXH3_64bits_withSeed(p + offsetof(struct record, sum), sizeof(r->sum), sum);
-    return XXH3_64bits_withSeed(p + from, g->used_bytes - from, sum);
+    sum = kv_sum_seeded(p + offsetof(struct record, sum), sizeof(r->sum), sum);
+    return kv_sum_seeded(p + from, g->used_bytes - from, sum);
 }
 
 /* ---- blocks ---- */

@@ -9,6 +9,7 @@
 #include "common/ds/list.h"
 #include "common/ds/map.h"
 #include "common/thr/time.h"
+#include "kvstore/block/sum.h"
 #include "kvstore/handoff/handoff.h"
 #include "kvstore/handoff/states.h"
 #include "proto/wire/handoff.h"
@@ -175,6 +176,7 @@ struct kv_recv {
     struct bt_list pieces; /* announced, not started */
     struct bt_list again;  /* asked for again */
     struct kv_piece *part; /* DATA: the piece that is coming in */
+    struct kv_copy copy;   /* DATA: of it, into our pages */
     uint32_t n_ops;        /* operations that write our pages or bounce buffers */
     bool committed;        /* COMMIT is in */
     bool aborted_seen, owe_aborted;

@@ -3,8 +3,9 @@
  * A piece is a run of P's pages in one layer. Where both sides have the same page size it is read
  * straight into our pages, one read per run of neighbours on our side; where sizes differ it is
  * read into a bounce buffer and its tokens are copied head by head. The checksum is taken over what
- * has landed. A piece that does not match is asked for once more (P checks the generation of its
- * pages and sums again); then the handoff fails. */
+ * has landed, or, where we copy ourselves, over what we copied: each byte is read once for both. A
+ * piece that does not match is asked for once more (P checks the generation of its pages and sums
+ * again); then the handoff fails. */
 #include "kvstore/handoff/handoff_int.h"
 
 #include "common/obs/log.h"
@@ -117,7 +118,7 @@ static uint64_t sum_in_place(const struct kv_piece *piece)
 
     maybe_corrupt(page_at(r, piece->layer, piece->first_page));
     if (n == piece->at.n_pages) {
-        return XXH3_64bits(page_at(r, piece->layer, piece->first_page), n * stride);
+        return kv_sum(page_at(r, piece->layer, piece->first_page), n * stride);
     }
     XXH3_64bits_reset(st);
     for (uint32_t i = 0; i < piece->at.n_pages; i += n) {
@@ -223,8 +224,9 @@ void kv_recv_placed(struct kv_piece *piece)
     judge(piece, sum_in_place(piece));
 }
 
-/* Bytes [at, at + n) of a piece into our pages, which have P's size. */
-static void place_bytes(struct kv_piece *piece, size_t at, const char *p, size_t n)
+/* Bytes [at, at + n) of a piece, which come next in `c`, into our pages, which have P's size. */
+static void
+place_bytes(const struct kv_piece *piece, struct kv_copy *c, size_t at, const char *p, size_t n)
 {
     struct kv_recv *r = piece->r;
     size_t stride = r->end.fmt->layout->page_stride;
@@ -232,12 +234,23 @@ static void place_bytes(struct kv_piece *piece, size_t at, const char *p, size_t
     while (n > 0) {
         size_t k = BT_MIN(stride - at % stride, n);
 
-        memcpy(page_at(r, piece->layer, piece->first_page + (uint32_t)(at / stride)) + at % stride,
-               p, k);
+        kv_copy_add(
+            c, page_at(r, piece->layer, piece->first_page + (uint32_t)(at / stride)) + at % stride,
+            p, k);
         at += k;
         p += k;
         n -= k;
     }
+    kv_copy_flush(c);
+}
+
+/* The sum of a piece that was summed on its way into our pages. */
+static uint64_t sum_of_copy(const struct kv_piece *piece, struct kv_copy *c)
+{
+    char *at = page_at(piece->r, piece->layer, piece->first_page), old = *at;
+
+    maybe_corrupt(at);
+    return kv_copy_end(c) ^ (uint64_t)(*at != old);
 }
 
 void kv_recv_place_part(struct kv_piece *piece, struct bt_str data)
@@ -256,7 +269,10 @@ void kv_recv_place_part(struct kv_piece *piece, struct bt_str data)
     if (piece->bounce) {
         memcpy(piece->bounce + piece->landed, data.p, data.n);
     } else {
-        place_bytes(piece, piece->landed, data.p, data.n);
+        if (piece->landed == 0) {
+            kv_copy_begin(&r->copy);
+        }
+        place_bytes(piece, &r->copy, piece->landed, data.p, data.n);
     }
     piece->landed += data.n;
     if (piece->landed < piece->bytes) {
@@ -266,7 +282,8 @@ void kv_recv_place_part(struct kv_piece *piece, struct bt_str data)
     if (piece->bounce) {
         maybe_corrupt(piece->bounce);
     }
-    judge(piece, piece->bounce ? XXH3_64bits(piece->bounce, piece->bytes) : sum_in_place(piece));
+    judge(piece,
+          piece->bounce ? kv_sum(piece->bounce, piece->bytes) : sum_of_copy(piece, &r->copy));
 }
 
 /* ---- pull ---- */
@@ -292,8 +309,7 @@ static void piece_landed(struct kv_piece *piece)
         if (piece->bounce) {
             maybe_corrupt(piece->bounce);
         }
-        judge(piece,
-              piece->bounce ? XXH3_64bits(piece->bounce, piece->bytes) : sum_in_place(piece));
+        judge(piece, piece->bounce ? kv_sum(piece->bounce, piece->bytes) : sum_in_place(piece));
     }
 }
 
@@ -335,11 +351,35 @@ static bool read_run(struct kv_piece *piece, void *to, uint64_t offset, size_t b
     return rc == BT_OK;
 }
 
+/* P's bytes can be seen in place: copied and summed in one pass. */
+static bool take_view(struct kv_piece *piece)
+{
+    struct kv_peer *p = piece->r->peer;
+    const void *view =
+        p->closing || !lands_in_place(piece)
+            ? NULL
+            : bt_net_view(p->net,
+                          p->base + kv_layout_offset(&p->layout, (int)piece->layer, piece->at.page),
+                          piece->bytes);
+    struct kv_copy c;
+
+    if (!view) {
+        return false;
+    }
+    kv_copy_begin(&c);
+    place_bytes(piece, &c, 0, view, piece->bytes);
+    judge(piece, sum_of_copy(piece, &c));
+    return true;
+}
+
 static void start_piece(struct kv_piece *piece)
 {
     struct kv_recv *r = piece->r;
     size_t stride = r->end.fmt->layout->page_stride;
 
+    if (take_view(piece)) {
+        return;
+    }
     r->peer->in_bytes += piece->bytes;
     piece->n_ops++; /* ours, until all reads are posted */
     r->n_ops++;

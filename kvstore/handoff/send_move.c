@@ -68,7 +68,7 @@ static bool make_piece(struct kv_send *s,
     }
     *ret = (struct wire_piece){
         .page = s->pages[first], .generation = s->generations[first], .n_pages = n};
-    ret->sum = XXH3_64bits(piece_bytes(s, layer, ret), n * stride);
+    ret->sum = kv_sum(piece_bytes(s, layer, ret), n * stride);
     return true;
 }
 

@@ -389,7 +389,7 @@ void kv_client_gone(struct kv_client *c)
 static void client_free(struct kv_client *c)
 {
     if (c->staging.base) {
-        bt_mem_private.free(&c->staging);
+        bt_mem_host.free(&c->staging);
     }
     ring_free(c->ring);
     while (c->n_bufs > 0) {
@@ -418,7 +418,7 @@ static int make_staging(struct kv_client *c, struct bt_err *err)
     for (uint32_t i = 0; i < n; i++) {
         c->free_slots[i] = i;
     }
-    return bt_mem_private.alloc(n * bytes, "store-put", &c->staging, err);
+    return bt_mem_host.alloc(n * bytes, "store-put", &c->staging, err);
 }
 
 int kv_client_create(const struct kv_client_cfg *cfg, struct kv_client **ret, struct bt_err *err)

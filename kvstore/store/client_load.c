@@ -1,11 +1,12 @@
 /* The store's client: loads.
  *
  * A pull is one load: its blocks, each with the holder that is asked for it. A fetch is one GET to
- * one holder, of up to WIRE_STORE_MAX_ITEMS blocks. A layer of a block lands in a buffer, is
- * checked there and then placed into the pages, so nothing remote ever writes pages. With methods
- * pull and put the bytes are read from the holder's memory, always the block that is furthest
- * behind; with message they come in that order. A fetch is released when none of its blocks is read
- * any more.
+ * one holder, of up to WIRE_STORE_MAX_ITEMS blocks. A layer of a block is copied into the pages and
+ * summed in one pass, by us alone: nothing remote ever writes pages, and the layer counts only if
+ * the sum of what was copied is right. With methods pull and put the bytes are read from the
+ * holder's memory, always the block that is furthest behind: seen in place where that can be (one
+ * host), else by way of a buffer; with message they come in that order. A fetch is released when
+ * none of its blocks is read any more.
  *
  * Net's thread, except kv_client_load and kv_client_load_cancel. */
 #include "kvstore/store/client_load_int.h"
@@ -158,22 +159,27 @@ void kv_pull_check_over(struct pull *p)
     kv_client_gone(c);
 }
 
-/* A layer of a block is in its buffer. */
+static struct kv_blob_place place_of(const struct pull *p, uint32_t i)
+{
+    uint32_t block_tokens = p->client->cfg.shape.block_tokens;
+    uint32_t block_pages = block_tokens / (uint32_t)kv_pool_layout(p->load->pool)->page_tokens;
+
+    return (struct kv_blob_place){p->load->pool, p->load->pages + (size_t)i * block_pages,
+                                  block_tokens};
+}
+
+/* The next layer of a block lies in its pages, with this sum: it counts if it is the right one. */
 static void take_layer(struct pull *p, uint32_t i, uint64_t sum)
 {
     struct block *b = &p->blocks[i];
     const struct kv_blob_shape *shape = &p->client->cfg.shape;
-    uint32_t block_pages =
-        shape->block_tokens / (uint32_t)kv_pool_layout(p->load->pool)->page_tokens;
 
-    if (kv_blob_sum(b->buf, shape->layer_bytes) != sum) {
+    if (sum != b->places[2 * b->layer + 1]) {
         count(&p->client->stats.bad, 1);
         BT_WARN("store_checksum", "peer=%s layer=%u", b->fetch->l->name, b->layer);
         kv_pull_fail_block(p, i);
         return;
     }
-    kv_blob_scatter(p->load->pool, p->load->pages + (size_t)i * block_pages, shape->block_tokens,
-                    (int)b->layer, b->buf);
     buf_put(p->client, b);
     p->bytes += shape->layer_bytes;
     b->offset = 0;
@@ -184,6 +190,16 @@ static void take_layer(struct pull *p, uint32_t i, uint64_t sum)
     }
     tell(p);
     kv_pull_check_over(p);
+}
+
+/* All of it lies at `from`. */
+static void place_layer(struct pull *p, uint32_t i, const void *from)
+{
+    struct kv_blob_place to = place_of(p, i);
+
+    take_layer(
+        p, i,
+        kv_blob_scatter_sum(to.pool, to.pages, to.block_tokens, (int)p->blocks[i].layer, from));
 }
 
 /* ---- who is asked ---- */
@@ -483,21 +499,21 @@ void kv_client_on_data(struct kv_client *c,
         kv_link_violation(l, "a part that does not follow on", m);
         return;
     }
-    if (!b->buf) {
-        b->buf = buf_get(c);
-        if (!b->buf) {
-            kv_pull_fail_block(f->pull, f->idx[m->item]);
-            return;
+    if (b->in_layer >= b->layer) { /* else placed before, from another holder */
+        struct kv_blob_place to = place_of(f->pull, f->idx[m->item]);
+
+        if (b->offset == 0) {
+            kv_copy_begin(&b->copy);
         }
+        kv_blob_scatter_part(&b->copy, &to, (int)b->layer, b->offset, data);
     }
-    memcpy(b->buf + b->offset, data.p, data.n);
     b->offset += data.n;
     if (b->offset < layer_bytes) {
         return;
     }
     b->offset = 0;
-    if (b->in_layer++ >= b->layer) { /* else placed before, from another holder */
-        take_layer(f->pull, f->idx[m->item], b->places[2 * (b->in_layer - 1) + 1]);
+    if (b->in_layer++ >= b->layer) {
+        take_layer(f->pull, f->idx[m->item], kv_copy_end(&b->copy));
     }
 }
 
@@ -570,7 +586,7 @@ static void on_read(void *arg, int rc)
         leave_fetch(p, b);
         kv_pull_check_over(p);
     } else if (rc == BT_OK && b->offset == p->client->cfg.shape.layer_bytes) {
-        take_layer(p, i, b->places[2 * b->layer + 1]);
+        place_layer(p, i, b->buf);
     }
 }
 
@@ -591,14 +607,21 @@ static struct block *next_block(struct pull *p)
     return best;
 }
 
-/* One piece. False: nothing to read now; the pull may be gone. */
+/* One piece, or a layer where it can be seen. False: nothing to read now; the pull may be gone. */
 static bool read_piece(struct pull *p, struct block *b, size_t *budget)
 {
     size_t layer_bytes = p->client->cfg.shape.layer_bytes;
     struct kv_link *l = b->fetch->l;
-    struct reading *r = bt_calloc(1, sizeof(*r));
     uint64_t from = l->base + b->places[2 * b->layer] + b->offset;
+    const void *view = b->offset == 0 ? bt_net_view(l->net, from, layer_bytes) : NULL;
+    struct reading *r;
 
+    if (view) {
+        *budget -= BT_MIN(*budget, layer_bytes);
+        place_layer(p, (uint32_t)(b - p->blocks), view);
+        return true;
+    }
+    r = bt_calloc(1, sizeof(*r));
     if (!b->buf) {
         b->buf = buf_get(p->client);
     }

@@ -13,11 +13,12 @@ struct block {
     struct fetch *fetch;            /* NULL: not yet, or no longer */
     uint32_t item;                  /* in it */
     bool have, reading;
-    uint32_t layer;    /* layers below it are placed */
-    uint64_t *places;  /* [2 * n_layers]: offset and sum of each */
-    char *buf;         /* of the layer that comes in */
-    size_t offset;     /* bytes of it that are in */
-    uint32_t in_layer; /* message: the layer that comes in */
+    uint32_t layer;      /* layers below it are placed */
+    uint64_t *places;    /* [2 * n_layers]: offset and sum of each */
+    char *buf;           /* pull without a view: of the layer that comes in */
+    size_t offset;       /* bytes of it that are in */
+    uint32_t in_layer;   /* message: the layer that comes in */
+    struct kv_copy copy; /* message: of that layer, into the pages */
 };
 
 struct fetch {

@@ -501,8 +501,7 @@ static void copy_out(struct kv_client *c, struct stash *s)
     char *to = slot_at(c, s->slot);
 
     for (uint32_t l = 0; l < shape->n_layers; l++, to += shape->layer_bytes) {
-        kv_blob_gather(s->pool, s->pages, shape->block_tokens, (int)l, to);
-        s->sums[l] = kv_blob_sum(to, shape->layer_bytes);
+        s->sums[l] = kv_blob_gather_sum(s->pool, s->pages, shape->block_tokens, (int)l, to);
     }
     s->offer_done(s->offer_arg, BT_OK);
     s->msg.handle = on_stash;

@@ -37,8 +37,7 @@ static bool keep_block(struct kv_keep *k,
     for (uint32_t l = 0; l < shape->n_layers; l++) {
         void *to = kv_blob_layer(k->tiers, blob, l);
 
-        kv_blob_gather(job->pool, pages, shape->block_tokens, (int)l, to);
-        sums[l] = kv_blob_sum(to, shape->layer_bytes);
+        sums[l] = kv_blob_gather_sum(job->pool, pages, shape->block_tokens, (int)l, to);
     }
     kv_tiers_commit(k->tiers, blob, sums);
     kv_tiers_unpin(k->tiers, &blob, 1);

@@ -22,6 +22,7 @@ struct put {
     size_t offset;
     bool reading; /* pull: one read is under way */
     int rc;
+    struct kv_copy copy; /* message: of that layer */
     uint64_t sums[];
 };
 
@@ -83,19 +84,38 @@ void kv_server_drop_puts(struct client *c)
     }
 }
 
+static char *layer_at(const struct put *p, uint32_t layer)
+{
+    return (char *)kv_blob_layer(p->client->server->cfg.tiers, p->blob, layer);
+}
+
 /* A layer is complete: is it what the head says? */
-static bool layer_is_right(struct put *p, uint32_t layer)
+static bool is_right(struct put *p, uint32_t layer, uint64_t sum)
 {
     struct kv_server *s = p->client->server;
 
-    if (kv_blob_sum(kv_blob_layer(s->cfg.tiers, p->blob, layer), p->shape.layer_bytes) ==
-        p->sums[layer]) {
+    if (sum == p->sums[layer]) {
         return true;
     }
     kv_server_add(&s->bad, 1);
     BT_WARN("store_checksum", "peer=%s layer=%u", p->client->link ? p->client->link->name : "?",
             layer);
     return false;
+}
+
+/* Layer p->layer is in. False: over. */
+static bool next_layer(struct put *p, uint64_t sum)
+{
+    if (!is_right(p, p->layer, sum)) {
+        finish(p, BT_E_CORRUPT);
+        return false;
+    }
+    p->offset = 0;
+    if (++p->layer == p->shape.n_layers) {
+        finish(p, BT_OK);
+        return false;
+    }
+    return true;
 }
 
 /* ---- the beginning ---- */
@@ -232,18 +252,24 @@ static void on_read(void *arg, int rc)
     kv_links_pump(&p->client->server->links);
 }
 
-/* Reads the next piece. False: nothing more to do for it now; it may be gone. */
+/* Reads the next piece, or a layer where it can be seen. False: nothing more to do for it now; it
+ * may be gone. */
 static bool pull_piece(struct put *p, size_t *budget)
 {
-    struct kv_server *s = p->client->server;
     struct kv_link *l = p->client->link;
     size_t n = BT_MIN(p->shape.layer_bytes - p->offset, (size_t)KV_LINK_PIECE_BYTES);
-    char *to = (char *)kv_blob_layer(s->cfg.tiers, p->blob, p->layer) + p->offset;
+    char *to = layer_at(p, p->layer) + p->offset;
     uint64_t from = p->at + (uint64_t)p->layer * p->shape.layer_bytes + p->offset;
+    const void *view;
 
     if (l->closing || kv_link_rkey(l, NULL) != BT_OK) {
         kv_link_close(l, BT_E_PEER_PROTOCOL, "memory key");
         return false;
+    }
+    view = p->offset == 0 ? bt_net_view(l->net, from, p->shape.layer_bytes) : NULL;
+    if (view) {
+        *budget -= BT_MIN(*budget, p->shape.layer_bytes);
+        return next_layer(p, kv_copy_sum(to, view, p->shape.layer_bytes));
     }
     p->reading = true;
     if (bt_net_get(l->net, to, from, n, l->rkey, on_read, p) != BT_OK) {
@@ -263,19 +289,8 @@ static bool pull_next(struct put *p)
         kv_link_close(p->client->link, BT_E_PEER_LOST, "the client's memory cannot be read");
         return false;
     }
-    if (p->offset < p->shape.layer_bytes) {
-        return true;
-    }
-    if (!layer_is_right(p, p->layer)) {
-        finish(p, BT_E_CORRUPT);
-        return false;
-    }
-    p->offset = 0;
-    if (++p->layer == p->shape.n_layers) {
-        finish(p, BT_OK);
-        return false;
-    }
-    return true;
+    return p->offset < p->shape.layer_bytes ||
+           next_layer(p, kv_sum(layer_at(p, p->layer), p->shape.layer_bytes));
 }
 
 bool kv_server_pump_puts(struct kv_server *s, size_t *budget)
@@ -289,7 +304,7 @@ bool kv_server_pump_puts(struct kv_server *s, size_t *budget)
         bool on = p->offset == 0 || p->reading || pull_next(p);
 
         while (on && !p->reading && *budget > 0) {
-            on = pull_piece(p, budget) && (p->reading || pull_next(p));
+            on = pull_piece(p, budget) && (p->offset == 0 || p->reading || pull_next(p));
         }
         if (on) {
             bt_list_push_back(&turn, &p->pull_link);
@@ -315,19 +330,14 @@ void kv_server_on_put_data(struct client *c, const struct wire_store *m, struct 
         kv_link_violation(c->link, "a part that does not follow on", m);
         return;
     }
-    memcpy((char *)kv_blob_layer(c->server->cfg.tiers, p->blob, p->layer) + p->offset, data.p,
-           data.n);
+    if (p->offset == 0) {
+        kv_copy_begin(&p->copy);
+    }
+    kv_copy_add(&p->copy, layer_at(p, p->layer) + p->offset, data.p, data.n);
+    kv_copy_flush(&p->copy);
     p->offset += data.n;
-    if (p->offset < p->shape.layer_bytes) {
-        return;
-    }
-    if (!layer_is_right(p, p->layer)) {
-        finish(p, BT_E_CORRUPT);
-        return;
-    }
-    p->offset = 0;
-    if (++p->layer == p->shape.n_layers) {
-        finish(p, BT_OK);
+    if (p->offset == p->shape.layer_bytes) {
+        next_layer(p, kv_copy_end(&p->copy));
     }
 }
 
@@ -342,7 +352,7 @@ void kv_server_on_placed(struct client *c, const struct wire_store *m)
         return;
     }
     for (uint32_t l = 0; l < p->shape.n_layers; l++) {
-        if (!layer_is_right(p, l)) {
+        if (!is_right(p, l, kv_sum(layer_at(p, l), p->shape.layer_bytes))) {
             finish(p, BT_E_CORRUPT);
             return;
         }

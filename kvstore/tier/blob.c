@@ -1,11 +1,6 @@
 /* Blobs: geometry, copies between pages and blob form, the written head. */
 #include "kvstore/tier/blob.h"
 
-#include <xxhash.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
 #define MAGIC "BTKVBLB1"
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers are written as they stand");
@@ -32,6 +27,14 @@ struct geometry {
     size_t page_row, blob_row;
 };
 
+struct rows {
+    const struct kv_pool *pool;
+    const uint32_t *pages;
+    uint32_t block_tokens;
+    int layer;
+    bool gathers; /* from pages into blob form, else back */
+};
+
 static struct geometry geometry_of(const struct kv_layout *l, uint32_t block_tokens)
 {
     size_t token = (size_t)l->head_dim * element_bytes(l);
@@ -44,95 +47,77 @@ static struct geometry geometry_of(const struct kv_layout *l, uint32_t block_tok
     };
 }
 
-/* Copies past the caches: neither side of such a copy is used again soon, and a store that need not
- * read its line first saves a third of the traffic. */
-static void copy_past(void *dst, const void *src, size_t n)
-{
-#ifdef __SSE2__
-    if ((uintptr_t)dst % 16 == 0 && n % 64 == 0 && n >= 256) {
-        __m128i *to = dst;
-        const __m128i *from = src;
-
-        for (size_t i = 0; i < n / 16; i += 4) {
-            __m128i a = _mm_loadu_si128(from + i), b = _mm_loadu_si128(from + i + 1);
-            __m128i c = _mm_loadu_si128(from + i + 2), d = _mm_loadu_si128(from + i + 3);
-
-            _mm_stream_si128(to + i, a);
-            _mm_stream_si128(to + i + 1, b);
-            _mm_stream_si128(to + i + 2, c);
-            _mm_stream_si128(to + i + 3, d);
-        }
-        return;
-    }
-#endif
-    memcpy(dst, src, n);
-}
-
-/* Before others may read what was copied. */
-static void copy_done(void)
-{
-#ifdef __SSE2__
-    _mm_sfence();
-#endif
-}
-
-/* Row by row in the order of the blob; with st, the sum of all is taken on the way. */
-static void gather(const struct kv_pool *pool,
-                   const uint32_t *pages,
-                   int layer,
-                   const struct geometry *g,
-                   char *to,
-                   XXH3_state_t *st)
+/* Bytes [offset, offset + n) of a layer in blob form, which come next in `c`, between their places
+ * in pages and `blob`: row by row, in the order of the blob. Pages that are not there are zeros, or
+ * dropped. */
+static void add_rows(struct kv_copy *c, const struct rows *r, size_t offset, char *blob, size_t n)
 {
     static const char zeros[4096];
+    struct geometry g = geometry_of(kv_pool_layout(r->pool), r->block_tokens);
 
-    for (uint32_t r = 0; r < g->n_rows; r++) {
-        for (uint32_t p = 0; p < g->n_pages; p++, to += g->page_row) {
-            const char *from = NULL;
+    while (n > 0) {
+        size_t row = offset / g.page_row, in_row = offset % g.page_row;
+        size_t k = BT_MIN(g.page_row - in_row, n);
+        uint32_t page = r->pages[row % g.n_pages];
+        char *at = NULL;
 
-            if (pages[p] != KV_PAGE_NONE) {
-                from = (const char *)kv_pool_page(pool, layer, pages[p]) + r * g->page_row;
-            }
-            if (from && st) {
-                XXH3_64bits_update(st, from, g->page_row);
-            }
-            if (from) {
-                copy_past(to, from, g->page_row);
-                continue;
-            }
-            memset(to, 0, g->page_row);
-            for (size_t n = 0; st && n < g->page_row; n += sizeof(zeros)) {
-                XXH3_64bits_update(st, zeros, BT_MIN(sizeof(zeros), g->page_row - n));
-            }
+        if (page != KV_PAGE_NONE) {
+            at = (char *)kv_pool_page(r->pool, r->layer, page) + row / g.n_pages * g.page_row +
+                 in_row;
+        } else if (r->gathers) {
+            k = BT_MIN(k, sizeof(zeros));
         }
+        if (r->gathers) {
+            kv_copy_add(c, blob, at ? at : zeros, k);
+        } else {
+            kv_copy_add(c, at, blob, k);
+        }
+        offset += k;
+        blob += k;
+        n -= k;
     }
-    copy_done();
-}
-
-void kv_blob_gather(
-    const struct kv_pool *pool, const uint32_t *pages, uint32_t block_tokens, int layer, void *dst)
-{
-    struct geometry g = geometry_of(kv_pool_layout(pool), block_tokens);
-
-    gather(pool, pages, layer, &g, dst, NULL);
 }
 
 uint64_t kv_blob_gather_sum(
     const struct kv_pool *pool, const uint32_t *pages, uint32_t block_tokens, int layer, void *dst)
 {
     struct geometry g = geometry_of(kv_pool_layout(pool), block_tokens);
-    XXH3_state_t *st = XXH3_createState();
-    uint64_t sum;
+    struct rows r = {pool, pages, block_tokens, layer, true};
+    struct kv_copy c;
 
-    if (!st) {
-        gather(pool, pages, layer, &g, dst, NULL);
-        return kv_blob_sum(dst, g.n_rows * g.blob_row);
-    }
-    XXH3_64bits_reset(st);
-    gather(pool, pages, layer, &g, dst, st);
-    sum = XXH3_64bits_digest(st);
-    XXH3_freeState(st);
-    return sum;
+    kv_copy_begin(&c);
+    add_rows(&c, &r, 0, dst, g.n_rows * g.blob_row);
+    return kv_copy_end(&c);
+}
+
+void kv_blob_gather(
+    const struct kv_pool *pool, const uint32_t *pages, uint32_t block_tokens, int layer, void *dst)
+{
+    (void)kv_blob_gather_sum(pool, pages, block_tokens, layer, dst);
+}
+
+void kv_blob_scatter_part(
+    struct kv_copy *c, const struct kv_blob_place *to, int layer, size_t offset, struct bt_str part)
+{
+    struct rows r = {to->pool, to->pages, to->block_tokens, layer, false};
+
+    add_rows(c, &r, offset, (char *)(uintptr_t)part.p, part.n);
+    kv_copy_flush(c);
+}
+
+uint64_t kv_blob_scatter_sum(const struct kv_pool *pool,
+                             const uint32_t *pages,
+                             uint32_t block_tokens,
+                             int layer,
+                             const void *src)
+{
+    struct geometry g = geometry_of(kv_pool_layout(pool), block_tokens);
+    struct kv_blob_place to = {pool, pages, block_tokens};
+    struct kv_copy c;
+
+    kv_copy_begin(&c);
+    kv_blob_scatter_part(&c, &to, layer, 0, (struct bt_str){src, g.n_rows * g.blob_row});
+    return kv_copy_end(&c);
 }
 
 void kv_blob_scatter(const struct kv_pool *pool,
@@ -141,28 +126,17 @@ void kv_blob_scatter(const struct kv_pool *pool,
                      int layer,
                      const void *src)
 {
-    struct geometry g = geometry_of(kv_pool_layout(pool), block_tokens);
-    const char *from = src;
-
-    for (uint32_t r = 0; r < g.n_rows; r++) {
-        for (uint32_t p = 0; p < g.n_pages; p++, from += g.page_row) {
-            if (pages[p] != KV_PAGE_NONE) {
-                copy_past((char *)kv_pool_page(pool, layer, pages[p]) + r * g.page_row, from,
-                          g.page_row);
-            }
-        }
-    }
-    copy_done();
+    (void)kv_blob_scatter_sum(pool, pages, block_tokens, layer, src);
 }
 
 uint64_t kv_blob_prefix(uint64_t before, const int32_t *ids, uint32_t n)
 {
-    return XXH3_64bits_withSeed(ids, n * sizeof(*ids), before);
+    return kv_sum_seeded(ids, n * sizeof(*ids), before);
 }
 
 uint64_t kv_blob_sum(const void *p, size_t n)
 {
-    return XXH3_64bits(p, n);
+    return kv_sum(p, n);
 }
 
 bool kv_blob_shape_ok(const struct kv_blob_shape *s)

@@ -27,6 +27,7 @@
 #ifndef KV_TIER_BLOB_H
 #define KV_TIER_BLOB_H
 
+#include "kvstore/block/sum.h"
 #include "kvstore/tier/source.h"
 
 #define KV_BLOB_HEAD_FIXED      104
@@ -52,6 +53,25 @@ uint64_t kv_blob_sum(const void *p, size_t n);
 /* kv_blob_gather, and the sum of what it wrote. */
 uint64_t kv_blob_gather_sum(
     const struct kv_pool *pool, const uint32_t *pages, uint32_t block_tokens, int layer, void *dst);
+/* kv_blob_scatter, and the sum of what it read; each byte is read once, so that the sum is that of
+ * what lies in the pages. */
+uint64_t kv_blob_scatter_sum(const struct kv_pool *pool,
+                             const uint32_t *pages,
+                             uint32_t block_tokens,
+                             int layer,
+                             const void *src);
+/* The same in parts, which follow each other from offset 0 on: the next one of a copy that was
+ * begun for this layer. It is done on return. */
+struct kv_blob_place {
+    const struct kv_pool *pool;
+    const uint32_t *pages; /* of one block */
+    uint32_t block_tokens;
+};
+void kv_blob_scatter_part(struct kv_copy *c,
+                          const struct kv_blob_place *to,
+                          int layer,
+                          size_t offset,
+                          struct bt_str part);
 static inline size_t kv_blob_bytes(const struct kv_blob_shape *s)
 {
     return s->n_layers * s->layer_bytes;
