@@ -87,6 +87,9 @@ int kn_tiers_open(struct kn_serve *s, struct bt_err *err)
     if (!c->prefix_cache || c->tiers.host_bytes == 0) {
         return BT_OK;
     }
+    if (c->f.store) {
+        cfg.mem = &bt_mem_host; /* others of this host read it in place */
+    }
     cfg.shape =
         kv_blob_shape_of(kv_pool_layout(kn_engine_pool(s->engine)), (uint32_t)c->block_tokens);
     rc = kv_tiers_create(&cfg, &s->tiers, err);

@@ -383,7 +383,9 @@ static void on_events(void *arg, const struct kv_tiers_event *ev, size_t n)
 static int open_tiers(struct store *s, struct bt_err *err)
 {
     const struct store_conf *c = s->conf;
-    struct kv_tiers_cfg tc = {.conf = &c->tiers, .events = on_events, .arg = s};
+    /* Clients of this host read blocks in place: memory that can be mapped. */
+    struct kv_tiers_cfg tc = {
+        .conf = &c->tiers, .mem = &bt_mem_host, .events = on_events, .arg = s};
     struct bt_blockmap_cfg bc = {.conf = &c->cluster,
                                  .name = s->name,
                                  .incarnation = s->self.incarnation,

@@ -80,7 +80,8 @@ static void run_daemon(int stop_fd)
 {
     struct daemon d = {0};
     struct kv_tiers_conf tc = {.host_bytes = (uint64_t)2 * N_BLOCKS * BLOB_BYTES, .threads = 1};
-    struct kv_tiers_cfg cfg = {.conf = &tc, .events = on_events, .arg = &d};
+    struct kv_tiers_cfg cfg = {
+        .conf = &tc, .mem = &bt_mem_host, .events = on_events, .arg = &d};
     struct bt_member self = {.name = "s0", .role = BT_ROLE_KVSTORE};
     struct kv_server_cfg sc = {.net = {.listen = "127.0.0.1:0", .transports = transports},
                                .node_name = "s0",
