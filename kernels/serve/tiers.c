@@ -87,7 +87,7 @@ int kn_tiers_open(struct kn_serve *s, struct bt_err *err)
     if (!c->prefix_cache || c->tiers.host_bytes == 0) {
         return BT_OK;
     }
-    if (c->f.store) {
+    if (c->store) {
         cfg.mem = &bt_mem_host; /* others of this host read it in place */
     }
     cfg.shape =

@@ -15,6 +15,7 @@
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -396,6 +397,87 @@ static void test_rma_shm(void **state)
     rma_over("auto", BT_NET_METHOD_PULL);
 }
 
+/* ---- views ---- */
+
+struct view_ask {
+    struct side *s;
+    const char *at;
+    size_t bytes;
+    const void *ret;
+};
+
+static void do_view(void *arg)
+{
+    struct view_ask *v = arg;
+
+    v->ret = bt_net_view(v->s->peer, (uint64_t)(uintptr_t)v->at, v->bytes);
+}
+
+static const char *view_of(struct side *s, const void *at, size_t bytes)
+{
+    struct view_ask v = {s, at, bytes, NULL};
+
+    side_on_net(s->net, do_view, &v);
+    return v.ret;
+}
+
+/* Memory files are seen in place, and all else is refused: what is not shared, what could shrink
+ * under the reader, what reaches beyond the end, and everything where memory must not be read. */
+static void test_views_of_sealed_memory_alone(void **state)
+{
+    int fd = memfd_create("loose", MFD_CLOEXEC);
+    struct bt_mem_region own = {0};
+    struct side a, b;
+    char *loose;
+
+    assert_int_equal(side_open(&a, "auto"), BT_OK);
+    assert_int_equal(side_open(&b, "auto"), BT_OK);
+    assert_int_equal(bt_mem_host.alloc(BIG, "test", &b.mem, NULL), BT_OK);
+    assert_int_equal(bt_mem_private.alloc(BIG, "own", &own, NULL), BT_OK);
+    assert_int_equal(ftruncate(fd, BIG), 0);
+    loose = mmap(NULL, BIG, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    assert_ptr_not_equal(loose, MAP_FAILED);
+    memcpy(b.mem.base, pattern, BIG);
+    connect_sides(&a, &b);
+    assert_true(EVENTUALLY(LOAD(b.accepted) == 1));
+
+    for (int i = 0; i < 40; i++) { /* refusals are not held against what can be seen */
+        const char *v = view_of(&a, (char *)b.mem.base + 4096 * i, BIG - 4096 * (size_t)i);
+
+        assert_non_null(v);
+        assert_memory_equal(v, pattern + 4096 * i, BIG - 4096 * (size_t)i);
+        assert_null(view_of(&a, loose, 4096));
+        assert_null(view_of(&a, own.base, 4096));
+        assert_null(view_of(&a, (char *)b.mem.base + BIG - 4096, 2 * BIG));
+        assert_null(view_of(&a, NULL, 4096));
+    }
+    ((char *)b.mem.base)[5] ^= 1; /* it is the memory, not a copy of it */
+    assert_int_equal(view_of(&a, b.mem.base, 64)[5], (char)(pattern[5] ^ 1));
+    assert_true(ftruncate(b.mem.fd, 4096) < 0);
+
+    bt_net_destroy(a.net);
+    bt_net_destroy(b.net);
+    munmap(loose, BIG);
+    close(fd);
+    bt_mem_host.free(&b.mem);
+    bt_mem_private.free(&own);
+}
+
+static void test_no_views_over_tcp(void **state)
+{
+    struct side a, b;
+
+    assert_int_equal(side_open(&a, "tcp"), BT_OK);
+    assert_int_equal(side_open(&b, "tcp"), BT_OK);
+    assert_int_equal(bt_mem_host.alloc(BIG, "test", &b.mem, NULL), BT_OK);
+    connect_sides(&a, &b);
+    assert_true(EVENTUALLY(LOAD(b.accepted) == 1));
+    assert_null(view_of(&a, b.mem.base, 4096));
+    bt_net_destroy(a.net);
+    bt_net_destroy(b.net);
+    bt_mem_host.free(&b.mem);
+}
+
 static void test_listen_refusals(void **state)
 {
     static const char *const bad[] = {"0.0.0.0:0", "[::]:0", "example", "127.0.0.1:99999",
@@ -690,6 +772,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_other_addresses),
         cmocka_unit_test(test_rma_tcp),
         cmocka_unit_test(test_rma_shm),
+        cmocka_unit_test(test_views_of_sealed_memory_alone),
+        cmocka_unit_test(test_no_views_over_tcp),
         cmocka_unit_test(test_listen_refusals),
         cmocka_unit_test(test_connect_refused),
         cmocka_unit_test(test_timers),
