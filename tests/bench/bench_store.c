@@ -3,6 +3,7 @@
  * same run, and what ucx_perftest reached (told by bench_store.sh); the lower one counts.
  *
  *   bench_store [--json] --redis ADDRESS --case NAME --transports LIST --perftest GB/S
+ *               [--cached GB/S]      with one message that stays in the cache: told beside it
  */
 #include "common/cluster/registry.h"
 #include "common/thr/time.h"
@@ -80,8 +81,7 @@ static void run_daemon(int stop_fd)
 {
     struct daemon d = {0};
     struct kv_tiers_conf tc = {.host_bytes = (uint64_t)2 * N_BLOCKS * BLOB_BYTES, .threads = 1};
-    struct kv_tiers_cfg cfg = {
-        .conf = &tc, .mem = &bt_mem_host, .events = on_events, .arg = &d};
+    struct kv_tiers_cfg cfg = {.conf = &tc, .mem = &bt_mem_host, .events = on_events, .arg = &d};
     struct bt_member self = {.name = "s0", .role = BT_ROLE_KVSTORE};
     struct kv_server_cfg sc = {.net = {.listen = "127.0.0.1:0", .transports = transports},
                                .node_name = "s0",
@@ -302,8 +302,14 @@ static void open_client(struct client *c)
     memset(kv_pool_region(c->pool)->base, 0x5a, kv_pool_region(c->pool)->bytes);
 }
 
-static void report(const char *name, double *v, double *copy, double perf, bool json)
+struct options {
+    double perf, cached;
+    bool json;
+};
+
+static void report(const char *name, double *v, double *copy, const struct options *o)
 {
+    double perf = o->perf;
     double plain = probe_median(copy, ROUNDS);
     struct probe_result r = {.bench = "store",
                              .name = name,
@@ -313,32 +319,38 @@ static void report(const char *name, double *v, double *copy, double perf, bool 
                              .ceiling = plain < perf ? "memcpy" : "ucx_perftest",
                              .ceiling_value = BT_MIN(plain, perf)};
 
-    probe_print(&r, json);
+    if (o->cached > 0) {
+        r.peer = "ucx_perftest in the cache";
+        r.peer_value = o->cached;
+        r.peer_ratio = r.value / r.peer_value;
+    }
+    probe_print(&r, o->json);
 }
 
 int main(int argc, char **argv)
 {
-    double put[ROUNDS], get[ROUNDS], copy[ROUNDS], perf = 0;
+    double put[ROUNDS], get[ROUNDS], copy[ROUNDS];
+    struct options o = {0};
     static struct client c;
     struct bt_registry_cfg rc = {.conf = &conf, .changed = on_members, .arg = &c};
     struct bt_registry *reg;
     const char *name = "shm", *redis = NULL;
     size_t bytes = (size_t)N_BLOCKS * BLOB_BYTES;
     struct bt_err err;
-    bool json = false;
     char *to, put_case[32], get_case[32];
     int fds[2];
 
     for (int i = 1; i < argc; i++) {
         const char *v = i + 1 < argc ? argv[i + 1] : "";
 
-        json = json || strcmp(argv[i], "--json") == 0;
+        o.json = o.json || strcmp(argv[i], "--json") == 0;
         redis = strcmp(argv[i], "--redis") == 0 ? v : redis;
         name = strcmp(argv[i], "--case") == 0 ? v : name;
         transports = strcmp(argv[i], "--transports") == 0 ? v : transports;
-        perf = strcmp(argv[i], "--perftest") == 0 ? strtod(v, NULL) : perf;
+        o.perf = strcmp(argv[i], "--perftest") == 0 ? strtod(v, NULL) : o.perf;
+        o.cached = strcmp(argv[i], "--cached") == 0 ? strtod(v, NULL) : o.cached;
     }
-    if (!redis || perf <= 0 || pipe(fds) != 0) {
+    if (!redis || o.perf <= 0 || pipe(fds) != 0) {
         fprintf(stderr, "run it by tests/bench/run store\n");
         return 2;
     }
@@ -383,8 +395,8 @@ int main(int argc, char **argv)
     }
     snprintf(put_case, sizeof(put_case), "put %s", name);
     snprintf(get_case, sizeof(get_case), "get %s", name);
-    report(put_case, put, copy, perf, json);
-    report(get_case, get, copy, perf, json);
+    report(put_case, put, copy, &o);
+    report(get_case, get, copy, &o);
     free(to);
     bt_registry_destroy(reg);
     kv_client_destroy(c.store);
