@@ -190,21 +190,61 @@ unit4_avx2(const struct kv_copy_lane *lanes, size_t at, uint64_t sums[4][8], uin
 }
 #endif
 
-static unit4_fn *unit4(void)
+/* What widths there are for the two loops. */
+struct isa {
+    unit4_fn *unit4;
+    void (*take)(struct kv_copy *c, uint64_t (*sums)[8], uint32_t n);
+};
+
+static void take_plain(struct kv_copy *c, uint64_t (*sums)[8], uint32_t n)
 {
+    for (uint32_t i = 0; i < n; i++) {
+        take_unit(c, sums[i]);
+    }
+}
+
 #if defined(__x86_64__)
-    static unit4_fn *fn; /* every thread finds the same */
-    unit4_fn *f = __atomic_load_n(&fn, __ATOMIC_RELAXED);
+__attribute__((target("avx512f"))) static void
+take_avx512(struct kv_copy *c, uint64_t (*sums)[8], uint32_t n)
+{
+    __m512i acc = _mm512_loadu_si512(c->acc), key = _mm512_loadu_si512(XXH3_kSecret + MIX_KEY);
+    __m512i pending = _mm512_loadu_si512(c->pending), prime = _mm512_set1_epi64(0x9E3779B1);
+    uint32_t i = 0;
+
+    if (!c->has_pending) {
+        pending = _mm512_loadu_si512(sums[i++]);
+        c->has_pending = true;
+    }
+    for (; i < n; i++) {
+        __m512i v = _mm512_add_epi64(acc, pending), high;
+
+        v = _mm512_xor_si512(_mm512_xor_si512(v, _mm512_srli_epi64(v, 47)), key);
+        high = _mm512_mul_epu32(_mm512_srli_epi64(v, 32), prime);
+        acc = _mm512_add_epi64(_mm512_mul_epu32(v, prime), _mm512_slli_epi64(high, 32));
+        pending = _mm512_loadu_si512(sums[i]);
+    }
+    _mm512_storeu_si512(c->acc, acc);
+    _mm512_storeu_si512(c->pending, pending);
+}
+#endif
+
+static const struct isa *isa(void)
+{
+    static const struct isa plain = {unit4_plain, take_plain};
+#if defined(__x86_64__)
+    static const struct isa avx2 = {unit4_avx2, take_plain}, avx512 = {unit4_avx512, take_avx512};
+    static const struct isa *found; /* every thread finds the same */
+    const struct isa *f = __atomic_load_n(&found, __ATOMIC_RELAXED);
 
     if (!f) {
-        f = __builtin_cpu_supports("avx512f") ? unit4_avx512
-            : __builtin_cpu_supports("avx2")  ? unit4_avx2
-                                              : unit4_plain;
-        __atomic_store_n(&fn, f, __ATOMIC_RELAXED);
+        f = __builtin_cpu_supports("avx512f") ? &avx512
+            : __builtin_cpu_supports("avx2")  ? &avx2
+                                              : &plain;
+        __atomic_store_n(&found, f, __ATOMIC_RELAXED);
     }
     return f;
 #else
-    return unit4_plain;
+    return &plain;
 #endif
 }
 
@@ -224,10 +264,8 @@ static void run_few(struct kv_copy *c, uint32_t n)
         }
     }
     for (; i + 4 <= n_units; i += 4) {
-        unit4()(units + i, 0, sums, c->tail);
-        for (int k = 0; k < 4; k++) {
-            take_unit(c, sums[k]);
-        }
+        isa()->unit4(units + i, 0, sums, c->tail);
+        isa()->take(c, sums, 4);
     }
     for (; i < n_units; i++) {
         add_bytes(c, units[i].to, units[i].from, KV_COPY_UNIT);
@@ -238,8 +276,9 @@ static void run_few(struct kv_copy *c, uint32_t n)
 static void run_lanes(struct kv_copy *c)
 {
     uint32_t n = c->n_lanes, units = c->lane_bytes / KV_COPY_UNIT;
-    uint64_t sums[KV_COPY_LANE / KV_COPY_UNIT][4][8];
-    unit4_fn *fn = unit4();
+    uint64_t sums[KV_COPY_LANE / KV_COPY_UNIT][4][8]; /* by unit, by lane */
+    uint64_t in_order[4 * KV_COPY_LANE / KV_COPY_UNIT][8];
+    unit4_fn *fn = isa()->unit4;
 
     c->n_lanes = 0;
     if (n < 4) {
@@ -251,9 +290,10 @@ static void run_lanes(struct kv_copy *c)
     }
     for (uint32_t i = 0; i < 4; i++) {
         for (uint32_t u = 0; u < units; u++) {
-            take_unit(c, sums[u][i]);
+            memcpy(in_order[i * units + u], sums[u][i], sizeof(sums[u][i]));
         }
     }
+    isa()->take(c, in_order, 4 * units);
 }
 
 /* Of any length, by way of a unit of our own. */

@@ -141,6 +141,13 @@ static void on_members(void *arg, struct bt_members *take_members)
     bt_members_unref(take_members);
 }
 
+static void nap(void)
+{
+    const struct timespec ts = {0, 50000};
+
+    nanosleep(&ts, NULL);
+}
+
 static void wait_until(bool (*fn)(struct client *c, uint64_t x), struct client *c, uint64_t x)
 {
     uint64_t end = bt_deadline_ns(PATIENCE_NS);
@@ -149,7 +156,7 @@ static void wait_until(bool (*fn)(struct client *c, uint64_t x), struct client *
         if (bt_now_ns() > end) {
             die("nothing happens", NULL);
         }
-        poll(NULL, 0, 1);
+        nap();
     }
 }
 
@@ -222,7 +229,7 @@ static void loaded(struct kv_load *l)
 static void wait_for(uint64_t *counter, uint64_t n)
 {
     while (__atomic_load_n(counter, __ATOMIC_ACQUIRE) < n) {
-        poll(NULL, 0, 1);
+        nap();
     }
 }
 
