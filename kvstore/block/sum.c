@@ -228,22 +228,24 @@ take_avx512(struct kv_copy *c, uint64_t (*sums)[8], uint32_t n)
 }
 #endif
 
+int kv_copy_isa_max = 2;
+
 static const struct isa *isa(void)
 {
-    static const struct isa plain = {unit4_plain, take_plain};
 #if defined(__x86_64__)
-    static const struct isa avx2 = {unit4_avx2, take_plain}, avx512 = {unit4_avx512, take_avx512};
-    static const struct isa *found; /* every thread finds the same */
-    const struct isa *f = __atomic_load_n(&found, __ATOMIC_RELAXED);
+    static const struct isa all[] = {
+        {unit4_plain, take_plain}, {unit4_avx2, take_plain}, {unit4_avx512, take_avx512}};
+    static int found = -1; /* every thread finds the same */
+    int f = __atomic_load_n(&found, __ATOMIC_RELAXED);
 
-    if (!f) {
-        f = __builtin_cpu_supports("avx512f") ? &avx512
-            : __builtin_cpu_supports("avx2")  ? &avx2
-                                              : &plain;
+    if (f < 0) {
+        f = __builtin_cpu_supports("avx512f") ? 2 : __builtin_cpu_supports("avx2") ? 1 : 0;
         __atomic_store_n(&found, f, __ATOMIC_RELAXED);
     }
-    return f;
+    return &all[BT_MIN(f, kv_copy_isa_max)];
 #else
+    static const struct isa plain = {unit4_plain, take_plain};
+
     return &plain;
 #endif
 }

@@ -44,6 +44,8 @@ void kv_copy_add(struct kv_copy *c, void *to, const void *from, size_t n);
 void kv_copy_flush(struct kv_copy *c);
 /* Flushes; the sum of all bytes. */
 uint64_t kv_copy_end(struct kv_copy *c);
+/* For tests: the widest instructions that are used. 0 plain C, 1 AVX2, 2 AVX-512. */
+extern int kv_copy_isa_max;
 /* All of it in one go. */
 uint64_t kv_copy_sum(void *to, const void *from, size_t n);
 

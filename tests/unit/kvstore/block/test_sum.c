@@ -3,6 +3,7 @@
 
 #include "tests/unit/cmocka.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <xxhash.h>
 
@@ -126,6 +127,7 @@ static void test_sums_without_a_copy(void **state)
 
 int main(void)
 {
+    int failed = 0;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_every_length_has_the_librarys_sum),
         cmocka_unit_test(test_cut_anywhere_it_is_the_same),
@@ -133,5 +135,9 @@ int main(void)
         cmocka_unit_test(test_sums_without_a_copy),
     };
 
-    return cmocka_run_group_tests(tests, setup, teardown);
+    for (kv_copy_isa_max = 0; kv_copy_isa_max <= 2; kv_copy_isa_max++) {
+        printf("# widest: %d\n", kv_copy_isa_max);
+        failed += cmocka_run_group_tests(tests, setup, teardown);
+    }
+    return failed;
 }
