@@ -791,6 +791,7 @@ static void test_too_late(void **state)
 
     report_of(&a);
     kill(a.pid, SIGSTOP);
+    assert_int_equal(waitpid(a.pid, NULL, WUNTRACED), a.pid); /* a signal takes its time */
     end(keeper);
     keeper = start_keeper(&usual);
     b = start_node(2, 0x45); /* the new keeper knows of nobody else */
