@@ -148,12 +148,11 @@ static int place(struct kv_loading *g, struct hand *h, uint32_t i, uint32_t laye
     if (p->from_disk) {
         rc = read_part(g, p, layer, bytes);
     }
-    if (rc == BT_OK && kv_blob_sum(bytes, n) != p->blob->sums[layer]) {
+    /* One pass for both; what is wrong is never told to be there. */
+    if (rc == BT_OK &&
+        kv_blob_scatter_sum(g->load->pool, g->load->pages + (size_t)i * block_pages,
+                            t->shape.block_tokens, (int)layer, bytes) != p->blob->sums[layer]) {
         rc = BT_E_CORRUPT;
-    }
-    if (rc == BT_OK) {
-        kv_blob_scatter(g->load->pool, g->load->pages + (size_t)i * block_pages,
-                        t->shape.block_tokens, (int)layer, bytes);
     }
     return rc;
 }
