@@ -24,7 +24,7 @@ static void set_phase(struct rt_http_conn *c, enum rt_http_phase phase, uint64_t
     c->phase = phase;
     c->deadline_ns = time_ns ? c->h->now_ns + time_ns : BT_NEVER_NS;
     bt_list_remove(&c->idle);
-    if (phase == RT_HTTP_IDLE) {
+    if (phase == RT_HTTP_IDLE || phase == RT_HTTP_HEADER) {
         bt_list_push_back(&c->h->idle, &c->idle);
     }
 }
@@ -44,7 +44,8 @@ static void want(struct rt_http_conn *c)
 
 /* --- open and close -------------------------------------------------------------------------- */
 
-/* Makes room: the connection that has been idle for longest goes. */
+/* Makes room: of those that are between requests or inside of a header, and so may belong to
+ * anybody, the one that has been there for longest goes. */
 static bool evict_idle(struct rt_http *h)
 {
     struct bt_list *it = bt_list_pop_front(&h->idle);
@@ -143,7 +144,8 @@ void rt_http_conn_dirty(struct rt_http_conn *c)
 static void linger(struct rt_http_conn *c)
 {
     /* Closing now would reset the connection when the client still sends, and our last words with
-     * it. */
+     * it. What it has sent ahead is not answered: it must not keep us from reading the rest. */
+    c->in.n = 0;
     rt_http_tls_bye(c);
     shutdown(c->fd, SHUT_WR);
     set_phase(c, RT_HTTP_LINGER, LINGER_NS);
@@ -221,7 +223,7 @@ static int on_begin(http_parser *p)
     struct rt_http_conn *c = p->data;
 
     c->n_url = c->n_header_bytes = c->n_headers = c->n_field = c->n_auth = 0;
-    c->n_request_id = c->n_expect = 0;
+    c->n_request_id = c->n_expect = c->n_coding = 0;
     c->in_value = c->expect = c->has_host = false;
     c->fresh = false;
     set_phase(c, RT_HTTP_HEADER, c->h->conf->header_ns);
@@ -303,6 +305,11 @@ static int on_value(http_parser *p, const char *at, size_t n)
         keep(c->request_id, &c->n_request_id, RT_HTTP_ID_BYTES, at, n);
     } else if (field_is(c, "expect")) {
         keep(c->expect_value, &c->n_expect, sizeof(c->expect_value), at, n);
+    } else if (field_is(c, "transfer-encoding")) {
+        if (again && c->n_coding > 0) {
+            return refuse(c, 400, "two Transfer-Encoding headers");
+        }
+        keep(c->coding, &c->n_coding, sizeof(c->coding), at, n);
     } else if (field_is(c, "host")) {
         if (again && c->has_host) {
             return refuse(c, 400, "two Host headers");
@@ -310,6 +317,22 @@ static int on_value(http_parser *p, const char *at, size_t n)
         c->has_host = true;
     }
     return count(c, n);
+}
+
+static bool has_body(const http_parser *p)
+{
+    return (p->flags & F_CHUNKED) || ((p->flags & F_CONTENTLENGTH) && p->content_length > 0);
+}
+
+/* The parser looks for a last word "chunked" and would pass over what else was done to the body. */
+static bool is_just_chunked(const struct rt_http_conn *c)
+{
+    size_t n = BT_MIN(c->n_coding, sizeof(c->coding));
+
+    while (n > 0 && (c->coding[n - 1] == ' ' || c->coding[n - 1] == '\t')) {
+        n--;
+    }
+    return n == 7 && strncasecmp(c->coding, "chunked", 7) == 0;
 }
 
 static int on_headers(http_parser *p)
@@ -325,11 +348,18 @@ static int on_headers(http_parser *p)
     if (p->http_minor >= 1 && !c->has_host) {
         return refuse(c, 400, "no Host header");
     }
+    if (c->n_coding > 0 && !is_just_chunked(c)) {
+        return refuse(c, 400, "no transfer coding but chunked is known here");
+    }
     if (c->n_request_id > RT_HTTP_ID_BYTES) {
         c->n_request_id = 0;
     }
     if (has_length && p->content_length != UINT64_MAX && p->content_length > max) {
         return refuse(c, 413, "the body is too large");
+    }
+    if (has_body(p) && !rt_http_takes_body(c)) { /* answered at once, and closed: see http_int.h */
+        c->close_after = true;
+        return 1;
     }
     set_phase(c, RT_HTTP_BODY, c->h->conf->body_ns);
     if (c->n_expect == 12 && strncasecmp(c->expect_value, "100-continue", 12) == 0) {

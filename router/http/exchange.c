@@ -286,12 +286,13 @@ static void stream_failed(struct rt_http_ex *ex, int rc, const char *msg)
 {
     struct rt_http_conn *c = ex->conn;
     int status = rt_http_status_of(rc);
+    const char *code = rt_http_code_of(rc);
     size_t at;
 
-    if ((rc = begin_chunk(ex, &at)) < 0 || (rc = rt_http_put(&c->out, "data: ")) < 0 ||
-        (rc = rt_http_put_error(&c->out, status, NULL, rt_http_code_of(rc), msg)) < 0 ||
-        (rc = rt_http_put(&c->out, "\n\n")) < 0 || (rc = end_chunk(ex, at)) < 0 ||
-        (is_chunked(c) && (rc = rt_http_put(&c->out, "0\r\n\r\n")) < 0)) {
+    if (begin_chunk(ex, &at) < 0 || rt_http_put(&c->out, "data: ") < 0 ||
+        rt_http_put_error(&c->out, status, NULL, code, msg) < 0 ||
+        rt_http_put(&c->out, "\n\n") < 0 || end_chunk(ex, at) < 0 ||
+        (is_chunked(c) && rt_http_put(&c->out, "0\r\n\r\n") < 0)) {
         rt_http_conn_close(c);
         return;
     }

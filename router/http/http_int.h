@@ -162,6 +162,8 @@ struct rt_http_conn {
     char request_id[RT_HTTP_ID_BYTES + 1];
     char expect_value[16];
     size_t n_expect;
+    char coding[16]; /* Transfer-Encoding */
+    size_t n_coding;
     int refuse; /* status that the parse ended with */
     const char *refuse_why;
     struct bt_buf body;
@@ -223,7 +225,10 @@ int rt_http_tls_shake(struct rt_http_conn *c) BT_MUST_USE;
 void rt_http_tls_bye(struct rt_http_conn *c);
 void rt_http_tls_close(struct rt_http_conn *c);
 
-/* route.c: a whole request has come. */
+/* route.c: the header has come. False: whoever asks may not, or nobody wants a body there, so that
+ * none is kept for it: memory for bodies belongs to those who may ask. */
+bool rt_http_takes_body(struct rt_http_conn *c);
+/* A whole request has come. */
 void rt_http_route(struct rt_http_conn *c);
 /* Whole responses. `type` and `body` of a reply; errors in OpenAI's shape. */
 void rt_http_respond(struct rt_http_conn *c, int status, const char *type, struct bt_str body);

@@ -272,13 +272,11 @@ static void other_method(struct rt_http_conn *c, const struct route *r)
     }
 }
 
-void rt_http_route(struct rt_http_conn *c)
+/* What the request asks for, NULL = nothing there is, and whether it may. */
+static const struct route *look_up(struct rt_http_conn *c, int *ret_rc, struct bt_err *err)
 {
-    unsigned method = c->parser.method;
     unsigned access = BT_ACCESS_ANY; /* who may do anything is told that a path does not exist */
     const struct route *r;
-    struct bt_err err = {0};
-    int rc;
 
     c->url[strcspn(c->url, "?#")] = '\0';
     r = find(c->url);
@@ -286,7 +284,25 @@ void rt_http_route(struct rt_http_conn *c)
         access = r->access ? r->access : BT_ACCESS_OPERATOR;
         access |= r->metrics && c->h->conf->open_metrics ? BT_ACCESS_OPEN : 0;
     }
-    rc = authorize(c, access, &err);
+    *ret_rc = authorize(c, access, err);
+    return r;
+}
+
+bool rt_http_takes_body(struct rt_http_conn *c)
+{
+    int rc;
+    const struct route *r = look_up(c, &rc, NULL);
+
+    return rc == BT_OK && r && r->post && c->parser.method == HTTP_POST;
+}
+
+void rt_http_route(struct rt_http_conn *c)
+{
+    unsigned method = c->parser.method;
+    struct bt_err err = {0};
+    int rc;
+    const struct route *r = look_up(c, &rc, &err);
+
     if (rc < 0) {
         denied(c, rc, &err);
     } else if (!r) {

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from cluster import SLOW, Cluster, eventually
+from security import CLIENT, OPERATOR, Access, Tokens
 from test_http import PROMPT, Http
 
 pytestmark = pytest.mark.sanitize
@@ -122,10 +123,13 @@ def ask(h, data):
     (b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
     (b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
     (b"POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip\r\n\r\n", 400),
-    (b"POST /x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+    (b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
     (b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n", 413),
     (b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n", 405),
-], ids=range(18))
+    (b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
+    (b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n"
+     b"0\r\n\r\n", 400),
+], ids=range(20))
 def test_garbage_is_answered_and_closed(h, data, want):
     got = status(ask(h, data))
     assert got in (want if isinstance(want, tuple) else (want,))
@@ -205,6 +209,50 @@ def test_SEC_05_too_large_and_endless_bodies(h):
         assert status(data) == 408
 
 
+@pytest.fixture(scope="module")
+def closed(models, tmp_path_factory):
+    """A router that asks for tokens."""
+    t = Tokens(tmp_path_factory.mktemp("tokens"))
+    cluster = Cluster(models("tiny"), node_args=t.node_args, access=Access(CLIENT, OPERATOR),
+                      router_args=["--http.listen=127.0.0.1:0", "--http.body_timeout=60s", *t.router_args])
+    yield Http(cluster)
+    cluster.finish()
+
+
+MAY = f"Authorization: Bearer {CLIENT}\r\nConnection: close\r\n"
+
+
+def test_SEC_05_no_memory_for_bodies_of_those_who_may_not_ask(closed):
+    """Bodies of all connections have one budget: strangers have no part in it."""
+    held = []
+    for path in ("/v1/completions", "/tokenize", "/health", "/nothing") * 3:
+        s = Raw(closed)
+        s.s.settimeout(0.5)
+        held.append(s.send_some(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 8000000\r\n\r\n".encode() +
+                                b" " * 7900000))
+    assert status(ask(closed, post(extra=MAY))) == 200
+    for s in held:
+        s.s.close()
+
+
+@pytest.mark.parametrize("extra,want", [("", 401), ("Authorization: Bearer nobody-has-this-token\r\n", 401),
+                                        (f"Authorization: Bearer {OPERATOR}\r\n", 403)])
+def test_a_body_that_is_not_wanted_is_answered_at_once(closed, extra, want):
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{extra}"
+    with Raw(closed) as s:  # not "100 Continue"
+        assert status(s.send(f"{head}Expect: 100-continue\r\nContent-Length: 9\r\n\r\n").all()) == want
+    with Raw(closed) as s:  # the rest is read, so that the answer arrives; it is no request
+        data = s.send(f"{head}Content-Length: 6000000\r\n\r\n".encode() + b" " * 6000000).all()
+        assert status(data) == want and data.count(b"HTTP/1.1") == 1
+    with Raw(closed) as s:
+        inner = "GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+        data = s.send(f"{head}Content-Length: {len(inner)}\r\n\r\n{inner}").all()
+        assert status(data) == want and data.count(b"HTTP/1.1") == 1
+    with Raw(closed) as s:
+        data = s.send("GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc").all()
+        assert status(data) == 200 and data.count(b"HTTP/1.1") == 1
+
+
 def test_chunked_body_in_pieces(h):
     body = post().split(b"\r\n\r\n", 1)[1]
     data = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + \
@@ -242,6 +290,17 @@ def test_connections_beyond_the_limit(c, h):
     for s in busy:
         s.s.close()
     eventually(lambda: h.call("GET", "/health")[0].status == 200, 10, "room again")
+
+
+def test_half_headers_make_room(cluster):
+    """A stranger that sends the beginning of a header on every connection shuts nobody out."""
+    h = Http(cluster(router_args=["--http.listen=127.0.0.1:0", "--http.max_connections=20"]))  # a header has 10 s
+    held = [Raw(h).send("GET /health HTTP/1.1\r\nHo") for _ in range(40)]
+    for _ in range(5):
+        assert h.call("GET", "/health")[0].status == 200
+        held.append(Raw(h).send("POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le"))
+    for s in held:
+        s.s.close()
 
 
 def test_pipelining_is_served_in_order(h):
