@@ -1,5 +1,8 @@
 /* See index.h. A slot's key is the fingerprint times an odd number (a bijection), so that
- * fingerprints of any origin spread over the table, which is in table.c. */
+ * fingerprints of any origin spread over the table, which is in table.c. The number is drawn at
+ * random: nodes send fingerprints of their own choice, and one that lies could have them all at one
+ * place, where each costs a walk past all others (Dietzfelbinger et al. 1997: multiply-shift is
+ * universal). */
 #include "router/index/index.h"
 
 #include "common/base/buf.h"
@@ -7,9 +10,9 @@
 #include "router/index/table.h"
 
 #include <stdlib.h>
+#include <sys/random.h>
 
 #define AHEAD  16u
-#define MIX    0x9e3779b97f4a7c15ull
 #define INLINE RT_SLOT_ENTRIES
 #define WINDOW 64u  /* blocks that are looked up together */
 #define PIECES 256u /* of the keys, swept one at a time */
@@ -40,6 +43,7 @@ struct view {
 
 struct rt_index {
     struct rt_table table;
+    uint64_t mix; /* odd, secret */
     struct set *sets;
     uint32_t n_sets, cap_sets, free_set; /* free_set: index + 1 */
     struct view *views;                  /* [RT_VIEWS_MAX] */
@@ -70,6 +74,11 @@ int rt_index_create(struct rt_index **ret_index, struct bt_err *err)
         rt_index_destroy(x);
         return BT_FAIL(err, BT_E_NOMEM, "router index: no memory");
     }
+    if (getrandom(&x->mix, sizeof(x->mix), 0) != (ssize_t)sizeof(x->mix)) {
+        rt_index_destroy(x);
+        return BT_FAIL_SYS(err, BT_E_SYS, "router index: no random bytes");
+    }
+    x->mix |= 1;
     *ret_index = x;
     return BT_OK;
 }
@@ -91,9 +100,9 @@ void rt_index_destroy(struct rt_index *x)
     free(x);
 }
 
-static uint64_t key_of(uint64_t fp)
+static uint64_t key_of(const struct rt_index *x, uint64_t fp)
 {
-    uint64_t key = fp * MIX;
+    uint64_t key = fp * x->mix;
 
     return key - 1 < UINT64_MAX - 2 ? key : key ? key - 1 : 1; /* neither 0 nor the largest */
 }
@@ -313,7 +322,7 @@ static int apply_one(struct rt_index *x, uint16_t view, const struct kv_event *e
         }
         return BT_OK;
     }
-    had = change(x, key_of(ev->fingerprint), view, stored ? bit : 0, stored ? 0 : bit);
+    had = change(x, key_of(x, ev->fingerprint), view, stored ? bit : 0, stored ? 0 : bit);
     if (had < 0) {
         return had;
     }
@@ -336,13 +345,13 @@ int rt_index_apply(struct rt_index *x, uint16_t view, const struct kv_event *ev,
 
     BT_BUG_ON(view >= RT_VIEWS_MAX || x->views[view].state != VIEW_OPEN);
     for (size_t i = 0; i < BT_MIN(n, (size_t)AHEAD); i++) {
-        fetch(x, key_of(ev[i].fingerprint));
+        fetch(x, key_of(x, ev[i].fingerprint));
     }
     for (size_t i = 0; i < n; i++) {
         int one = BT_OK;
 
         if (i + AHEAD < n) {
-            fetch(x, key_of(ev[i + AHEAD].fingerprint));
+            fetch(x, key_of(x, ev[i + AHEAD].fingerprint));
         }
         if (ev[i].tier < RT_INDEX_TIERS) {
             one = apply_one(x, view, &ev[i]);
@@ -384,7 +393,7 @@ int rt_index_guess(struct rt_index *x, uint16_t view, const uint64_t *fps, size_
 {
     BT_BUG_ON(view >= RT_VIEWS_MAX || x->views[view].state != VIEW_OPEN);
     for (size_t i = 0; i < n; i++) {
-        uint64_t key = key_of(fps[i]), gk = guess_key(key, view);
+        uint64_t key = key_of(x, fps[i]), gk = guess_key(key, view);
         uintptr_t had = (uintptr_t)bt_map_get(&x->guesses, gk);
         int rc = bt_map_put(&x->guesses, gk, (void *)(had + 1));
 
@@ -404,7 +413,7 @@ int rt_index_guess(struct rt_index *x, uint16_t view, const uint64_t *fps, size_
 void rt_index_withdraw(struct rt_index *x, uint16_t view, const uint64_t *fps, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
-        withdraw_one(x, view, key_of(fps[i]));
+        withdraw_one(x, view, key_of(x, fps[i]));
     }
 }
 
@@ -565,7 +574,7 @@ static void find_all(struct rt_index *x, const uint64_t *fps, size_t n, struct r
     uint32_t on[WINDOW], n_on = 0;
 
     for (uint32_t i = 0; i < n; i++) {
-        uint64_t key = key_of(fps[i]);
+        uint64_t key = key_of(x, fps[i]);
         struct rt_slot *line = &t->slots[rt_table_home(t, key)];
         uint32_t k = 0;
 
@@ -583,7 +592,7 @@ static void find_all(struct rt_index *x, const uint64_t *fps, size_t n, struct r
         }
     }
     for (uint32_t j = 0; j < n_on; j++) {
-        uint64_t key = key_of(fps[on[j]]);
+        uint64_t key = key_of(x, fps[on[j]]);
         uint64_t k = rt_table_place(t, key, (uint64_t)(ret[on[j]] - t->slots));
 
         ret[on[j]] = k < t->end && t->slots[k].key == key ? &t->slots[k] : NULL;
@@ -687,14 +696,14 @@ rt_index_look(struct rt_index *x, const uint64_t *fps, size_t n, size_t *ret_n_r
     *ret_n_runs = 0;
     x->n_holes = 0;
     for (size_t i = 0; i < BT_MIN(n, (size_t)WINDOW); i++) {
-        fetch(x, key_of(fps[i]));
+        fetch(x, key_of(x, fps[i]));
     }
     for (size_t from = 0; on && from < n; from += WINDOW) {
         size_t len = BT_MIN(n - from, (size_t)WINDOW);
         size_t end = BT_MIN(from + 2 * WINDOW, n);
 
         for (size_t i = from + WINDOW; i < end; i++) {
-            fetch(x, key_of(fps[i]));
+            fetch(x, key_of(x, fps[i]));
         }
         find_all(x, fps + from, len, slots);
         for (size_t i = 0; on && i < len; i++) {

@@ -49,6 +49,33 @@ static const struct rt_run *run_of(const struct rt_run *runs, size_t n, uint16_t
     return NULL;
 }
 
+/* A node chooses its fingerprints so that a known multiplier would send all to one place: more than
+ * 10^11 steps, if the multiplier were not secret. */
+static void test_fingerprints_of_a_liar(void **state)
+{
+    enum { N = 600000, BATCH = 500 };
+    struct rt_index *x = make();
+    uint16_t v = open_view(x);
+    const uint64_t golden = 0x9e3779b97f4a7c15ull;
+    uint64_t inverse = golden; /* by Newton: five steps for 64 bits */
+    struct kv_event ev[BATCH];
+
+    for (int i = 0; i < 6; i++) {
+        inverse *= 2 - golden * inverse;
+    }
+    assert_true(inverse * golden == 1);
+    for (unsigned lie = 0; lie < 2; lie++) { /* undone, and plain small numbers */
+        for (uint64_t i = 0; i < N; i += BATCH) {
+            for (uint64_t k = 0; k < BATCH; k++) {
+                ev[k] = (struct kv_event){(i + k + 1) * (lie ? 1 : inverse), KV_EVENT_STORED, 0};
+            }
+            assert_int_equal(rt_index_apply(x, v, ev, BATCH), BT_OK);
+        }
+    }
+    assert_true(rt_index_digest(x, v, 0).n >= 2 * N - 2);
+    rt_index_destroy(x);
+}
+
 static void test_runs_by_tier(void **state)
 {
     struct rt_index *x = make();
@@ -349,9 +376,10 @@ static void test_bytes_per_entry(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_runs_into_the_store), cmocka_unit_test(test_runs_by_tier),
-        cmocka_unit_test(test_guesses_are_counted), cmocka_unit_test(test_closed_views),
-        cmocka_unit_test(test_against_a_model),     cmocka_unit_test(test_bytes_per_entry),
+        cmocka_unit_test(test_fingerprints_of_a_liar), cmocka_unit_test(test_runs_into_the_store),
+        cmocka_unit_test(test_runs_by_tier),           cmocka_unit_test(test_guesses_are_counted),
+        cmocka_unit_test(test_closed_views),           cmocka_unit_test(test_against_a_model),
+        cmocka_unit_test(test_bytes_per_entry),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
