@@ -9,7 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LOOK_NS (200 * BT_NS_PER_MS)
+#define LOOK_NS      (200 * BT_NS_PER_MS)
+#define CONFLICT_NS  (20 * BT_NS_PER_MS)
+#define REPLICAS_MAX 10000 /* more is no answer of a server that means well */
 
 static const struct kube *kube_of(const struct ctl_pools *p)
 {
@@ -80,6 +82,11 @@ plan(struct ctl_pools *p, struct ctl_size *s, size_t n, json_t *names, uint64_t 
         }
         s[i].from = number(scale, "spec", "replicas");
         json_decref(scale);
+        if (s[i].from < 0 || s[i].from > REPLICAS_MAX) {
+            fprintf(stderr, "batonctl: %s: %lld replicas are not to be believed\n", path,
+                    (long long)s[i].from);
+            return CTL_FAILED;
+        }
         name_victims(p, &s[i], names);
     }
     return CTL_OK;
@@ -138,6 +145,9 @@ static int scale_one(struct ctl_pools *p, const struct ctl_size *s, uint64_t dea
             fprintf(stderr, "batonctl: %s: conflicts with other writers until the time was over\n",
                     path);
             return CTL_TIMEOUT;
+        }
+        if (code < 0) {
+            ctl_sleep(CONFLICT_NS);
         }
     }
     return code;

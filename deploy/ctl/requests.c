@@ -36,6 +36,7 @@ int ctl_requests(const struct ctl_args *a)
     if (a->output == CTL_JSON) {
         code = ctl_print_json(got);
     } else {
+        ctl_make_plain(got);
         print_rows((const void *)got);
     }
     protobuf_c_message_free_unpacked(got, NULL);
@@ -76,6 +77,9 @@ static void print_head(const Baton__V1__Explanation *m)
 
 static void print_tiers(const char *name, const Baton__V1__TierTokens *t, bool store)
 {
+    if (!t) {
+        return;
+    }
     printf("%-10s pool %u, host %u, disk %u", name, t->pool, t->host, t->disk);
     if (store) {
         printf(", store %u", t->store);
@@ -149,7 +153,11 @@ int ctl_explain(const struct ctl_args *a)
     }
     if (a->output == CTL_JSON) {
         code = ctl_print_json(got);
+    } else if (!((Baton__V1__Explanation *)got)->request) {
+        fprintf(stderr, "batonctl: %s: an empty answer\n", a->router);
+        code = CTL_FAILED;
     } else {
+        ctl_make_plain(got);
         print_explanation((const void *)got);
     }
     protobuf_c_message_free_unpacked(got, NULL);

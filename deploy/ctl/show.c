@@ -198,6 +198,52 @@ int ctl_print_json(const ProtobufCMessage *m)
     return ctl_print_buf(&w);
 }
 
+/* --- plain text ------------------------------------------------------------------------------ */
+
+/* C0, DEL, and C1 as UTF-8 and as a byte of its own. */
+static void plain_text(char *s)
+{
+    for (unsigned char *p = (unsigned char *)s; *p; p++) {
+        if (*p < ' ' || *p == 0x7f) {
+            *p = '?';
+        } else if (*p == 0xc2 && p[1] >= 0x80 && p[1] < 0xa0) {
+            p[0] = p[1] = '?';
+        }
+    }
+}
+
+static void make_plain(const ProtobufCFieldDescriptor *f, void *at)
+{
+    char **s = at;
+    ProtobufCMessage **m = at;
+
+    if (f->type == PROTOBUF_C_TYPE_STRING && *s) {
+        plain_text(*s);
+    } else if (f->type == PROTOBUF_C_TYPE_MESSAGE && *m) {
+        ctl_make_plain(*m);
+    }
+}
+
+void ctl_make_plain(ProtobufCMessage *m)
+{
+    for (unsigned i = 0; i < m->descriptor->n_fields; i++) {
+        const ProtobufCFieldDescriptor *f = &m->descriptor->fields[i];
+        char *at = (char *)m + f->offset, *count = (char *)m + f->quantifier_offset;
+
+        if (f->type != PROTOBUF_C_TYPE_STRING && f->type != PROTOBUF_C_TYPE_MESSAGE) {
+            continue;
+        }
+        if (f->label == PROTOBUF_C_LABEL_REPEATED) {
+            for (size_t k = 0; k < *(const size_t *)(const void *)count; k++) {
+                make_plain(f, *(char **)(void *)at + k * sizeof(void *));
+            }
+        } else if (!(f->flags & PROTOBUF_C_FIELD_FLAG_ONEOF) ||
+                   *(const uint32_t *)(const void *)count == f->id) {
+            make_plain(f, at);
+        }
+    }
+}
+
 /* --- words ----------------------------------------------------------------------------------- */
 
 const char *ctl_bytes(double n, char buf[24])

@@ -22,6 +22,10 @@ int ctl_print_json(const ProtobufCMessage *m);
 /* What was written, as one line on stdout, and frees it. */
 int ctl_print_buf(struct bt_jsonw *w);
 
+/* For a terminal: control characters in texts of the message become '?'. Clients choose names of
+ * tenants and ids of requests, and operators look at them. */
+void ctl_make_plain(ProtobufCMessage *m);
+
 /* "1.2 GiB"; buf holds 24 bytes. */
 const char *ctl_bytes(double n, char buf[24]);
 const char *ctl_path_name(int path);

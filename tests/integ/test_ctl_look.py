@@ -84,6 +84,19 @@ def test_requests(cluster):
     eventually(lambda: js("requests", *at(c))["total"] == 0, 10, "all gone")
 
 
+def test_clients_send_nothing_to_the_terminal(cluster):
+    c = cluster()
+    evil = "a\x1b]0;x\x07\x1b[2J\r\n\x7f\x9bb"
+    s = c.client.stream(request("The lamp keeper", max_tokens=20000, ignore_eos=True, request_id=evil, tenant=evil))
+    stream_id = next(s).stream_id
+    for args in (["requests"], ["explain", stream_id]):
+        table = good(*args, *at(c))
+        assert "a?]0;x??[2J????" in table and not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", table)
+    row = js("requests", *at(c))["requests"][0]
+    assert row["tenant"] == row["client_id"] == evil
+    s.cancel()
+
+
 def test_explain(cluster):
     c = cluster(decode=2)
     a = c.client.generate(TEXT, max_tokens=5, path=DIRECT, request_id="by-client")

@@ -77,6 +77,15 @@ def test_dry_run_only_reads(kube):
     assert kube.api.replicas("baton-decode") == 2 and {v for v, _ in kube.api.requests} == {"GET"}
 
 
+@pytest.mark.parametrize("n", [10**18, -(2**63), 2**63 - 1])
+def test_a_server_that_tells_fairy_tales(kube, n):
+    kube.api.add("statefulsets", "baton-decode", n)
+    for args in (["decode=1"], ["decode=1", "--dry-run"]):
+        out = kube.ctl("scale", *args)
+        assert out.returncode == 1 and "not to be believed" in out.stderr and out.stdout == ""
+    assert kube.api.replicas("baton-decode") == n
+
+
 def test_wait_ends_when_the_controller_is_done(kube):
     out = kube.ctl("scale", "decode=3", "--wait", "--timeout", "700ms")
     assert out.returncode == 4 and "not as it should be" in out.stderr and out.stdout == ""
