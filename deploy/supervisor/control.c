@@ -35,6 +35,9 @@ static json_t *BT_PRINTF_ATTR(2, 3) refusal(const char *code, const char *fmt, .
     va_start(ap, fmt);
     vsnprintf(text, sizeof(text), fmt, ap);
     va_end(ap);
+    for (char *p = text; *p; p++) { /* what a client said may be cut inside of a character */
+        *p = (unsigned char)*p < ' ' || (unsigned char)*p > '~' ? '?' : *p;
+    }
     return json_pack("{s:b, s:s, s:s}", "ok", 0, "code", code, "error", text);
 }
 
@@ -180,6 +183,9 @@ static json_t *do_flip(struct sv *sv, const json_t *m)
     }
     if (!scalable(sv, c->role->name, &bad)) {
         return bad;
+    }
+    if (c->role->wanted == 0) { /* scaled by another client, and the turn has not come yet */
+        return refusal("invalid", "%s is about to end", c->name);
     }
     if (c->role == to) {
         return refusal("invalid", "%s is a %s already", c->name, to->name);

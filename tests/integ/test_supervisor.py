@@ -345,3 +345,31 @@ def test_CLI_01_supervisor_commands(supervised, tmp_path):
         assert out.returncode == 4 and out.stdout == "", out
     finally:
         s.p.send_signal(signal.SIGCONT)
+
+
+def test_two_orders_in_one_turn(supervised):
+    """A flip of a process whose role somebody else has just scaled to nothing."""
+    s = supervised()
+    s.p.send_signal(signal.SIGSTOP)
+    clients = []
+    for m in ({"op": "scale", "roles": {"decode": 0}}, {"op": "flip", "name": "decode-0", "to": "prefill"}):
+        k = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        k.settimeout(20)
+        k.connect(str(s.socket))
+        k.send(json.dumps(m).encode())
+        clients.append(k)
+    s.p.send_signal(signal.SIGCONT)
+    first, second = (json.loads(k.recv(1 << 16)) for k in clients)
+    for k in clients:
+        k.close()
+    assert first == {"ok": True, "stopping": ["decode-0"]} and not second["ok"]
+    eventually(lambda: sorted(s.processes()) == ["prefill-0", "redis", "router"], 30, "one has ended, none has come")
+    assert s.role("decode")["replicas"] == 0 and s.role("prefill")["replicas"] == 1
+
+
+def test_refusals_of_names_cut_inside_of_a_character(supervised):
+    s = supervised()
+    for m in ({"op": "scale", "roles": {"x" + "\u00e9" * 60: 1}}, {"op": "flip", "name": "x" + "\u00e9" * 60, "to": "prefill"},
+              {"op": "x" + "\u20ac" * 40}):
+        answer = s.ask(**m)
+        assert not answer["ok"] and answer["error"]
