@@ -169,12 +169,6 @@ class Shell:
         head = ["set -euo pipefail", "set -m", "set -x", "trap 'kill $(jobs -p) 2>/dev/null || :; wait' EXIT"]
         if any(self.names["127.0.0.1:6379"] in p for p in parts):
             head.append(f"redis-server --port {redis} --save '' >redis.log &")
-        try:
-            return self.checked(head, parts, env)
-        finally:
-            shutil.rmtree(self.folder)
-
-    def checked(self, head, parts, env):
         out = subprocess.run(["timeout", str(240 * SLOW), "bash", "-c", "\n".join([*head, *parts])], cwd=self.folder,
                              env=env, text=True, capture_output=True)
         logs = "".join(f"--- {p.name}\n{p.read_text(errors='replace')[-1500:]}"
@@ -187,7 +181,9 @@ class Shell:
 def shell(models):
     if DEVICE != "cpu":
         pytest.skip("pages are run on the CPU")
-    return Shell(models("tiny"))
+    s = Shell(models("tiny"))
+    yield s
+    shutil.rmtree(s.folder)
 
 
 def cluster_of_operating(shell):
