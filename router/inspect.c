@@ -243,7 +243,6 @@ struct holders {
 
 static void on_holder(void *arg, const struct rt_target *t, const struct rt_run *run)
 {
-    static const char *const roles[] = {"prefill", "decode", "both"}; /* enum rt_role */
     struct holders *h = arg;
     Baton__V1__PrefixHolder *m;
 
@@ -254,7 +253,7 @@ static void on_holder(void *arg, const struct rt_target *t, const struct rt_run 
     baton__v1__prefix_holder__init(m);
     m->node = text(t->node->name);
     m->rank = t->rank;
-    m->role = text(roles[t->node->role]);
+    m->role = text(rt_role_name(t->node->role));
     m->pool_blocks = run->upto[0];
     m->host_blocks = run->upto[1];
     m->disk_blocks = run->upto[2];

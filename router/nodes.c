@@ -624,16 +624,22 @@ void rt_nodes_update(struct rt_router *r, const struct bt_members *ms)
 
 /* --- for requests and status ------------------------------------------------------------------ */
 
+const char *rt_role_name(enum rt_role role)
+{
+    static const char *const names[] = {"prefill", "decode", "both", "kvstore"};
+
+    return names[role];
+}
+
 void rt_node_info(const struct rt_node *n, Baton__V1__NodeInfo *m, char hex[65])
 {
-    static const char *const roles[] = {"prefill", "decode", "both", "kvstore"};
-
     hex_digest(n->model_digest, 32, hex);
     baton__v1__node_info__init(m);
     m->name = (char *)(uintptr_t)n->name;
     m->incarnation = n->incarnation;
-    m->role = (char *)(uintptr_t)(n->context_tokens || n->role == RT_ROLE_STORE ? roles[n->role]
-                                                                                : "unknown");
+    m->role =
+        (char *)(uintptr_t)(n->context_tokens || n->role == RT_ROLE_STORE ? rt_role_name(n->role)
+                                                                          : "unknown");
     m->address = (char *)(uintptr_t)n->address;
     m->state = (char *)(uintptr_t)rt_node_state_name(n->state);
     m->reason = (char *)(uintptr_t)n->reason;

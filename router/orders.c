@@ -12,7 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-static const char *const roles[] = {"prefill", "decode", "both"}; /* enum rt_role */
+static const char *const roles[] = {"prefill", "decode", "both"}; /* those of canaries */
 
 /* One call until its order is in force. In rt_router.orders.waiting; freed by on_placed, or by
  * rt_orders_fini where that does not come any more. */
@@ -370,7 +370,7 @@ check_canary(const struct rt_router *r, const Baton__V1__SetCanaryRequest *m, st
     bt_list_for_each (it, &r->nodes) {
         const struct rt_node *n = BT_LIST_ENTRY(it, struct rt_node, link);
 
-        if (strcmp(roles[n->role], m->role) == 0 && strcmp(n->version, m->version) == 0) {
+        if (strcmp(rt_role_name(n->role), m->role) == 0 && strcmp(n->version, m->version) == 0) {
             return BT_OK;
         }
     }

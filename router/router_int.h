@@ -276,6 +276,7 @@ int rt_cache_find(struct rt_router *r, const struct rt_find_args *a) BT_MUST_USE
 /* A line for a request that has ended; does nothing where no log is configured. */
 void rt_access_write(const struct rt_router *r, const struct rt_trace *t);
 const char *rt_path_name(enum rt_path path);
+const char *rt_role_name(enum rt_role role); /* of any node, daemons of the store included */
 
 /* --- admit.c: who is refused, who waits, who is next --- */
 int rt_admit_init(struct rt_router *r, struct bt_err *err) BT_MUST_USE;

@@ -244,7 +244,6 @@ static double node_value(const struct rt_node *n, int f)
 
 static int put_nodes(const struct rt_router *r, struct bt_buf *b)
 {
-    static const char *const roles[] = {"prefill", "decode", "both"}; /* enum rt_role */
     static const struct {
         const char *name, *help;
     } rows[] = {
@@ -261,8 +260,10 @@ static int put_nodes(const struct rt_router *r, struct bt_buf *b)
         bt_list_for_each (it, &r->nodes) {
             const struct rt_node *n = BT_LIST_ENTRY(it, struct rt_node, link);
 
-            if (rc == BT_OK && n->state == RT_NODE_READY && n->name[0]) {
-                snprintf(label, sizeof(label), "node=\"%s\",role=\"%s\"", n->name, roles[n->role]);
+            if (rc == BT_OK && n->state == RT_NODE_READY && n->name[0] &&
+                n->role != RT_ROLE_STORE) {
+                snprintf(label, sizeof(label), "node=\"%s\",role=\"%s\"", n->name,
+                         rt_role_name(n->role));
                 rc = put_one(b, rows[f].name, label, node_value(n, f));
             }
         }

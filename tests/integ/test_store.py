@@ -1,12 +1,14 @@
 """The store path: prefill and decode nodes that never connect, daemons that die, drain and fill up."""
 import signal
 import threading
+import urllib.request
 
+import grpc
 import pytest
 
 from cluster import eventually
 from test_node_session import Router
-from wire import AUTO, DIRECT, LOCAL, STORE, Answer, request
+from wire import AUTO, DIRECT, LOCAL, STORE, Answer, cls, request
 
 
 def ids(n, seed=1):
@@ -343,3 +345,25 @@ def test_RTR_04_cancel_frees_the_daemon(cluster):
     call.cancel()
     eventually(lambda: c.status("store-0").requests_running == 0, 5, "free")
     c.pages_back()
+
+
+def test_operators_look_at_a_cluster_with_daemons(cluster):
+    """Sessions with daemons stand among those with nodes, under a role of their own."""
+    c = cluster(kvstore=1, node_args=["--store.enabled=on", "--tier.host_bytes=64M", "--engine.block_tokens=64"],
+                router_args=["--http.listen=127.0.0.1:0"])
+    eventually(lambda: c.status("prefill-0").store_daemons == 1, 10, "a daemon known to the node")
+    ask(c, 600, DIRECT)
+    with urllib.request.urlopen(f"http://{c.procs['router'].ready['http']}/metrics", timeout=20) as r:
+        series = [line for line in r.read().decode().splitlines() if line.startswith("baton_router_node_requests_waiting{")]
+    assert sorted(s.split(" ")[0].split("{")[1] for s in series) == [
+        'node="decode-0",role="decode"}', 'node="prefill-0",role="prefill"}']
+
+    eventually(lambda: c.client.nodes()["store-0"].blocks_host > 0, 20, "the router follows the daemon")
+    m = c.client.unary("FindPrefix", cls("FindPrefixRequest")(tokens={"ids": ids(600)}), "FindPrefixResponse",
+                       service="Inspect")
+    assert {h.role for h in m.holders} <= {"prefill", "decode", "kvstore"} and m.prompt_blocks == 9
+    for role in ("prefill", "both", "kvstore"):
+        with pytest.raises(grpc.RpcError) as e:
+            c.client.unary("SetCanary", cls("SetCanaryRequest")(role=role, version="9.9", percent=5), "OrderReply",
+                           service="Operator")
+        assert e.value.code() == (grpc.StatusCode.INVALID_ARGUMENT if role == "kvstore" else grpc.StatusCode.NOT_FOUND)
