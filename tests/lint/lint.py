@@ -123,6 +123,15 @@ def check_filemaps():
                 yield f"{readme}: file map does not name {path}"
 
 
+def check_scripts():
+    """Shell scripts and .ci/run that name their interpreter can be executed."""
+    for path in [*tracked(".sh"), ".ci/run", "tests/bench/run"]:
+        full = os.path.join(ROOT, path)
+        with open(full, "rb") as f:
+            if f.read(2) == b"#!" and not os.access(full, os.X_OK):
+                yield f"{path}: not executable (chmod +x)"
+
+
 def check_format():
     tool = shutil.which("clang-format-14") or shutil.which("clang-format")
     if not tool:
@@ -147,6 +156,7 @@ CHECKS = {
     "sizes": check_sizes,
     "banned": check_banned,
     "filemaps": check_filemaps,
+    "scripts": check_scripts,
     "format": check_format,
 }
 
