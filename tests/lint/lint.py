@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Checks what a compiler does not: layers, sizes, banned calls, file maps, formatting.
+"""Checks what a compiler does not: layers, sizes, banned calls, file maps, scripts, formatting.
 
-Usage: lint.py CHECK   with CHECK one of layers, sizes, banned, filemaps, format, all.
+Usage: lint.py CHECK   with CHECK one of layers, sizes, banned, filemaps, scripts, format, all.
 Prints one line per finding and exits 1 if there is any.
 """
 import os
