@@ -114,6 +114,18 @@ int bt_net_get(struct bt_net_peer *peer,
  * The peer may write there meanwhile, so read once and check what was read. The first call for a
  * region looks through the peer's files, a millisecond. */
 const void *bt_net_view(struct bt_net_peer *peer, uint64_t remote, size_t bytes);
+
+/* A memory file by what it is rather than where somebody has mapped it: no other file of this host
+ * has the same two numbers while it is open or mapped anywhere. */
+struct bt_net_file {
+    uint64_t dev, ino;
+};
+/* Which one a descriptor is of. False: peers could not see it in place (no file, or one that may
+ * shrink). Any thread. */
+bool bt_net_file_of(int fd, struct bt_net_file *ret_file) BT_MUST_USE;
+/* [xfer] As bt_net_view: `bytes` from the start of a memory file that the peer has open. */
+const void *
+bt_net_view_file(struct bt_net_peer *peer, const struct bt_net_file *file, size_t bytes);
 /* [xfer] Writes. done means: local memory may be reused. */
 int bt_net_put(struct bt_net_peer *peer,
                const void *local,

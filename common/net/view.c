@@ -3,7 +3,8 @@
  *
  * Pools and blocks lie in memory files. Which one an address of the peer belongs to says its
  * /proc/PID/maps, and the descriptor it keeps of it is opened through /proc/PID/fd, for which the
- * same right is needed as for process_vm_readv (mapped.c). Only files that are sealed against
+ * same right is needed as for process_vm_readv (mapped.c). Where the peer tells the file itself, no
+ * address is needed, and what is seen is that file for sure. Only files that are sealed against
  * shrinking are mapped: reading them cannot fault, whatever the peer does. A mapping outlives the
  * peer; what it shows then is stale, as a late read is, and is caught by the same checks. */
 #include "common/net/net_int.h"
@@ -20,10 +21,13 @@
 #include <unistd.h>
 
 #define MAX_TRIES 16 /* of a peer, that found nothing */
+#define MAX_FILES 16 /* of a peer, that are seen by name */
 
 struct view {
     struct bt_list link; /* peer.views */
-    uint64_t remote;
+    bool by_name;
+    uint64_t remote;         /* !by_name */
+    struct bt_net_file file; /* by_name: all of it is seen */
     size_t bytes;
     char *local;
 };
@@ -67,7 +71,7 @@ static bool find_range(uint32_t pid, uint64_t remote, size_t bytes, struct range
 }
 
 /* The peer's descriptor of that file, opened for reading; -1: it has none. */
-static int open_file(uint32_t pid, const struct range *r)
+static int open_file(uint32_t pid, uint64_t dev, uint64_t ino)
 {
     char path[64 + 256];
     struct dirent *e;
@@ -81,11 +85,11 @@ static int open_file(uint32_t pid, const struct range *r)
 
         snprintf(path, sizeof(path), "/proc/%u/fd/%s", pid, e->d_name);
         if (e->d_name[0] == '.' || stat(path, &st) != 0 || !S_ISREG(st.st_mode) ||
-            st.st_ino != r->ino || st.st_dev != r->dev) {
+            st.st_ino != ino || st.st_dev != dev) {
             continue;
         }
         fd = open(path, O_RDONLY | O_CLOEXEC);
-        if (fd >= 0 && (fstat(fd, &st) != 0 || st.st_ino != r->ino || st.st_dev != r->dev)) {
+        if (fd >= 0 && (fstat(fd, &st) != 0 || st.st_ino != ino || st.st_dev != dev)) {
             bt_close_fd(&fd);
             fd = -1;
         }
@@ -96,57 +100,113 @@ static int open_file(uint32_t pid, const struct range *r)
     return fd;
 }
 
-static bool stays(int fd, const struct range *r)
+/* Its size if it cannot become smaller; 0: it can, or is none. */
+static uint64_t sealed_size(int fd, struct stat *st)
 {
     int seals = fcntl(fd, F_GET_SEALS);
-    struct stat st;
 
-    return seals >= 0 && (seals & F_SEAL_SHRINK) && fstat(fd, &st) == 0 &&
-           r->offset <= (uint64_t)st.st_size &&
-           r->end - r->start <= (uint64_t)st.st_size - r->offset;
+    return seals >= 0 && (seals & F_SEAL_SHRINK) && fstat(fd, st) == 0 && st->st_size > 0
+               ? (uint64_t)st->st_size
+               : 0;
 }
 
-static struct view *make_view(struct bt_net_peer *peer, uint64_t remote, size_t bytes)
+/* Maps bytes of a file of the peer; takes the descriptor. NULL: it may not be. */
+static struct view *map_file(struct bt_net_peer *peer, int fd, uint64_t offset, uint64_t bytes)
 {
     struct view *v = bt_calloc(1, sizeof(*v));
-    struct range r;
     void *p = MAP_FAILED;
-    int fd = -1;
+    struct stat st;
+    uint64_t size = fd >= 0 ? sealed_size(fd, &st) : 0;
 
-    if (v && find_range(peer->mapped_pid, remote, bytes, &r)) {
-        fd = open_file(peer->mapped_pid, &r);
-    }
-    if (fd >= 0 && stays(fd, &r)) {
-        p = mmap(NULL, r.end - r.start, PROT_READ, MAP_SHARED, fd, (off_t)r.offset);
+    bytes = bytes ? bytes : size; /* 0: all of it */
+    if (v && bytes > 0 && offset <= size && bytes <= size - offset) {
+        p = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, (off_t)offset);
     }
     bt_close_fd(&fd);
     /* The number may have gone to another process meanwhile. */
     if (p != MAP_FAILED && !bt_net_mapped_probe(&peer->home)) {
-        munmap(p, r.end - r.start);
+        munmap(p, bytes);
         p = MAP_FAILED;
     }
     if (p == MAP_FAILED) {
         free(v);
         return NULL;
     }
-    v->remote = r.start;
-    v->bytes = r.end - r.start;
+    v->bytes = bytes;
     v->local = p;
     bt_list_push_front(&peer->views, &v->link);
     BT_DEBUG("peer_view", "peer=%s bytes=%zu", peer->address, v->bytes);
     return v;
 }
 
-const void *bt_net_view(struct bt_net_peer *peer, uint64_t remote, size_t bytes)
+static struct view *make_view(struct bt_net_peer *peer, uint64_t remote, size_t bytes)
 {
+    struct view *v = NULL;
+    struct range r;
+
+    if (find_range(peer->mapped_pid, remote, bytes, &r)) {
+        v = map_file(peer, open_file(peer->mapped_pid, r.dev, r.ino), r.offset, r.end - r.start);
+    }
+    if (v) {
+        v->remote = r.start;
+    }
+    return v;
+}
+
+static bool can_view(const struct bt_net_peer *peer)
+{
+    return peer->mapped_pid && peer->state == BT_NET_PEER_UP && !peer->dying;
+}
+
+bool bt_net_file_of(int fd, struct bt_net_file *ret_file)
+{
+    struct stat st;
+
+    if (fd < 0 || sealed_size(fd, &st) == 0) {
+        return false;
+    }
+    *ret_file = (struct bt_net_file){st.st_dev, st.st_ino};
+    return true;
+}
+
+const void *bt_net_view_file(struct bt_net_peer *peer, const struct bt_net_file *file, size_t bytes)
+{
+    uint32_t n_files = 0;
     struct view *v;
 
-    if (!peer->mapped_pid || peer->state != BT_NET_PEER_UP || peer->dying) {
+    if (!can_view(peer)) {
         return NULL;
     }
     bt_list_for_each (it, &peer->views) {
         v = BT_LIST_ENTRY(it, struct view, link);
-        if (remote >= v->remote && remote - v->remote < v->bytes &&
+        n_files += v->by_name;
+        if (v->by_name && v->file.dev == file->dev && v->file.ino == file->ino) {
+            return bytes <= v->bytes ? v->local : NULL;
+        }
+    }
+    if (peer->n_view_tries >= MAX_TRIES || n_files >= MAX_FILES) {
+        return NULL;
+    }
+    v = map_file(peer, open_file(peer->mapped_pid, file->dev, file->ino), 0, 0);
+    if (!v) {
+        peer->n_view_tries++;
+        return NULL;
+    }
+    v->by_name = true;
+    v->file = *file;
+    return bytes <= v->bytes ? v->local : NULL;
+}
+
+const void *bt_net_view(struct bt_net_peer *peer, uint64_t remote, size_t bytes)
+{
+    struct view *v;
+
+    if (!can_view(peer)) {
+        return NULL;
+    }
+    bt_list_for_each (it, &peer->views) {
+        v = BT_LIST_ENTRY(it, struct view, link);
+        if (!v->by_name && remote >= v->remote && remote - v->remote < v->bytes &&
             bytes <= v->bytes - (remote - v->remote)) {
             return v->local + (remote - v->remote);
         }

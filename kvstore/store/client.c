@@ -347,6 +347,9 @@ static void on_message(void *arg, struct kv_link *l, const struct wire_store *m,
     case WIRE_STORE_DONE:
         kv_client_on_done(c, l, m);
         break;
+    case WIRE_STORE_TAKEN:
+        kv_client_on_taken(c, l, m);
+        break;
     default:
         kv_link_violation(l, "message in the wrong direction", m);
         break;
@@ -444,7 +447,13 @@ int kv_client_create(const struct kv_client_cfg *cfg, struct kv_client **ret, st
     c->cfg.load_limit_ns = cfg->load_limit_ns ? cfg->load_limit_ns : 10 * BT_NS_PER_S;
     c->cfg.stall_ns = cfg->stall_ns ? cfg->stall_ns : 500 * BT_NS_PER_MS;
     c->next_req = 1;
+    c->cfg.lend_bytes = cfg->lend_bytes ? cfg->lend_bytes : 64u << 20;
+    c->cfg.lend_ns = cfg->lend_ns ? cfg->lend_ns : 500 * BT_NS_PER_MS;
     c->watch = (struct bt_net_timer){.deadline_ns = BT_NEVER_NS, .fn = kv_client_on_watch};
+    c->lend_timer =
+        (struct bt_net_timer){.deadline_ns = BT_NEVER_NS, .fn = kv_client_on_lend_timer};
+    bt_list_init(&c->waiting);
+    bt_list_init(&c->lent);
     bt_list_init(&c->loads);
     bt_list_init(&c->offers);
     pthread_mutex_init(&c->lock, NULL);
@@ -475,6 +484,7 @@ static void close_all(void *arg)
     struct kv_client *c = arg;
 
     bt_net_timer_stop(&c->watch);
+    kv_client_lends_stop(c);
     bt_list_for_each_safe (it, &c->links.all) {
         kv_link_close(BT_LIST_ENTRY(it, struct kv_link, link), BT_E_CANCELLED, "stopping");
     }

@@ -7,9 +7,10 @@
  * load: each block from the holder that has least to do in this load, all of them at once, layer by
  * layer; bytes are checked before they are placed. A block that one holder misses, damages or takes
  * into its death is asked of the next one, and so is what a holder owes that has fallen silent;
- * when none is left the run ends before it. offer: the block is copied out of its pages on the
- * thread "store-put" and put to its owners: `replicas` live daemons by consistent hashing
- * (kvstore/block/ring.h). Bounded: with the queue full or no daemon there, nothing is wanted; wake
+ * when none is left the run ends before it. offer: the block is put to its owners: `replicas` live
+ * daemons by consistent hashing (kvstore/block/ring.h). Daemons of this host read it from its pages
+ * (it is lent to them); for others, and where that takes too long, it is copied out of its pages on
+ * the thread "store-put". Bounded: with the queue full or no daemon there, nothing is wanted; wake
  * the engine when daemons have become known.
  *
  * Threads: the net's ("xfer"), "store-put"; the index's "redis-get" finishes look-ups. */
@@ -35,6 +36,9 @@ struct kv_client_cfg {
     uint64_t stall_ns;            /* 500 ms: a holder that says nothing at all for that long, asked
                                      whether it lives, is not waited for by loads */
     uint64_t staging_bytes;       /* 64 MiB: blocks on their way to the daemons */
+    uint64_t lend_bytes;          /* 64 MiB, and at most an eighth of the pool: blocks that daemons
+                                     of this host read from the pages themselves */
+    uint64_t lend_ns;             /* 500 ms: then pages are not lent any longer */
 };
 
 struct kv_client_stats {
@@ -46,6 +50,7 @@ struct kv_client_stats {
     uint64_t bad;                     /* checksums that did not match */
     uint64_t offers, puts, put_bytes; /* taken; copies that daemons have now */
     uint64_t refused;                 /* copies that daemons did not take */
+    uint64_t lent, called_back;       /* offers that were lent; copies that took too long */
     uint32_t daemons;                 /* live ones */
     uint64_t bytes_per_s;             /* measured, of loads */
 };

@@ -1,5 +1,5 @@
 /* Private to the store's client: client.c (life, find, dispatch), client_load.c, client_stall.c,
- * client_put.c. */
+ * client_put.c, client_lend.c. */
 #ifndef KV_STORE_CLIENT_INT_H
 #define KV_STORE_CLIENT_INT_H
 
@@ -48,12 +48,17 @@ struct kv_client {
     char *bufs[8];        /* net: of a layer each, the last used on top: still in the cache */
     uint32_t n_bufs;
     struct bt_net_timer watch; /* net: looks after holders while loads wait for them */
+    /* net: offers on their way to be lent, and those that are (struct stash.link) */
+    struct bt_list waiting, lent;
+    uint64_t lent_bytes;
+    struct bt_net_timer lend_timer; /* while there are any */
+    bool closing;
 
     pthread_mutex_t lock;  /* what follows */
     pthread_cond_t cond;   /* store-put: work, slots, stop */
     struct ring *ring;     /* NULL = not known */
-    struct bt_list offers; /* struct stash.link: to be copied */
-    uint32_t n_offers;
+    struct bt_list offers; /* struct stash.stage_link: to be copied */
+    uint32_t n_offers;     /* of them, and waiting */
     uint32_t *free_slots, n_free_slots, n_slots;
     uint32_t n_alive; /* pulls and stashes not yet freed */
     bool stopping;
@@ -73,6 +78,8 @@ struct server {
     bool stalled;            /* at look_ns; until it says something */
     uint32_t n_sent, window; /* puts that it knows of, and how many it may */
     uint64_t put_ns;         /* of n_sent: since when none has come to its end */
+    bool cannot_read;        /* what we would lend it */
+    bool slow;               /* has kept what was lent for too long, and said nothing since */
 };
 
 static inline void count(uint64_t *counter, uint64_t n)
@@ -122,5 +129,12 @@ void kv_client_on_go(struct kv_client *c,
                      const struct wire_store *m,
                      struct bt_str data);
 void kv_client_on_done(struct kv_client *c, struct kv_link *l, const struct wire_store *m);
+
+struct copy *kv_client_find_copy(struct kv_link *l, uint64_t req);
+
+/* client_lend.c */
+void kv_client_on_taken(struct kv_client *c, struct kv_link *l, const struct wire_store *m);
+void kv_client_on_lend_timer(struct bt_net_timer *t);
+void kv_client_lends_stop(struct kv_client *c);
 
 #endif

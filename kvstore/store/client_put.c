@@ -1,9 +1,10 @@
 /* The store's client: puts.
  *
- * A stash is one offered block: in the queue, then, copied on the thread "store-put", in a slot of
- * the staging memory; on the net's thread it goes to each of its owners as a copy. The slot is free
- * when every owner has said that it is done, or its connection is closed. */
-#include "kvstore/store/client_int.h"
+ * A stash is one offered block. Where its owners can read our pages it is lent to them
+ * (client_lend.c). Else it is copied on the thread "store-put" into a slot of the staging memory;
+ * on the net's thread it goes to each of its owners as a copy. The slot is free when every owner
+ * has said that it is done, or its connection is closed. */
+#include "kvstore/store/client_put_int.h"
 
 #include "common/base/buf.h"
 #include "common/obs/log.h"
@@ -12,36 +13,6 @@
 #include <stdlib.h>
 
 #define QUEUE_MAX 64
-
-struct copy {
-    struct bt_list link; /* server.puts */
-    struct stash *stash;
-    struct kv_link *l;
-    uint64_t incarnation;
-    uint64_t req;
-    enum bt_net_method method;
-    bool sent, going, done;
-    uint32_t n_ops;
-    uint32_t layer; /* message: next to send */
-    size_t offset;
-    int rc;
-};
-
-struct stash {
-    struct bt_list link; /* kv_client.offers */
-    struct kv_client *client;
-    struct bt_msg msg;
-    struct kv_blob_meta meta;
-    int32_t *ids;
-    uint64_t *sums;
-    struct kv_pool *pool;
-    uint32_t *pages;
-    void (*offer_done)(void *arg, int rc);
-    void *offer_arg;
-    uint32_t slot;
-    uint32_t n_copies, n_left;
-    struct copy copies[8];
-};
 
 static void stash_free(struct stash *s)
 {
@@ -87,8 +58,11 @@ static struct stash *stash_new(struct kv_client *c, const struct kv_offer *o)
     s->pool = o->pool;
     s->offer_done = o->done;
     s->offer_arg = o->arg;
+    s->slot = NO_SLOT;
     bt_list_init(&s->link);
+    bt_list_init(&s->stage_link);
     bt_list_init(&s->msg.link);
+    s->msg.handle = kv_client_on_offer;
     return s;
 }
 
@@ -112,12 +86,11 @@ bool kv_client_offer(struct kv_source *src, const struct kv_offer *o)
     }
     pthread_mutex_lock(&c->lock);
     *known = fp;
-    bt_list_push_back(&c->offers, &s->link);
     c->n_offers++;
     c->n_alive++;
-    pthread_cond_broadcast(&c->cond);
     pthread_mutex_unlock(&c->lock);
     count(&c->stats.offers, 1);
+    bt_net_post(c->links.net, &s->msg);
     return true;
 }
 
@@ -134,18 +107,67 @@ bool kv_client_wants(struct kv_source *src)
 
 /* ---- net: to the owners ---- */
 
-static void stash_over(struct stash *s)
+void kv_client_unref_stash(struct stash *s)
 {
     struct kv_client *c = s->client;
 
-    pthread_mutex_lock(&c->lock);
-    c->free_slots[c->n_free_slots++] = s->slot;
-    pthread_mutex_unlock(&c->lock);
+    if (--s->n_left > 0) {
+        return;
+    }
+    BT_BUG_ON(!s->pages_given || s->lent || s->staging);
+    if (s->slot != NO_SLOT) {
+        pthread_mutex_lock(&c->lock);
+        c->free_slots[c->n_free_slots++] = s->slot;
+        pthread_mutex_unlock(&c->lock);
+    }
     stash_free(s);
     kv_client_gone(c); /* wakes who waits for a slot, too */
 }
 
-static void send_puts(struct kv_link *l);
+void kv_client_give_pages(struct stash *s, int rc)
+{
+    struct kv_client *c = s->client;
+
+    if (s->pages_given || s->n_readers > 0 || s->staging) {
+        return;
+    }
+    s->pages_given = true;
+    if (s->lent) {
+        s->lent = false;
+        bt_list_remove(&s->link);
+        c->lent_bytes -= kv_blob_bytes(&c->cfg.shape);
+    }
+    s->offer_done(s->offer_arg, s->staged ? BT_OK : rc);
+}
+
+void kv_client_stage(struct stash *s)
+{
+    struct kv_client *c = s->client;
+    bool stopping;
+
+    pthread_mutex_lock(&c->lock);
+    stopping = c->stopping;
+    if (!stopping) {
+        s->staging = true;
+        s->n_left++;           /* store-put's, until on_stash */
+        if (s->n_copies > 0) { /* its pages have been held for long */
+            c->n_offers++;
+            bt_list_push_front(&c->offers, &s->stage_link);
+        } else {
+            bt_list_push_back(&c->offers, &s->stage_link);
+        }
+        pthread_cond_broadcast(&c->cond);
+    } else if (s->n_copies == 0) {
+        c->n_offers--;
+    }
+    pthread_mutex_unlock(&c->lock);
+    if (stopping) {
+        s->dropped = true;
+        s->n_left++;
+        kv_client_give_pages(s, BT_E_CANCELLED);
+        kv_client_unref_stash(s);
+    }
+}
 
 /* The owner has it, or will not; nothing reads the slot for it any more. */
 static void check_copy(struct copy *k)
@@ -158,10 +180,8 @@ static void check_copy(struct copy *k)
     }
     bt_list_remove(&k->link);
     if (k->sent) {
-        struct server *to = k->l->user;
-
-        to->n_sent--;
-        send_puts(k->l);
+        kv_client_unsend(k);
+        kv_client_send_puts(k->l);
     }
     if (k->rc == BT_OK) {
         count(&c->stats.puts, 1);
@@ -169,12 +189,20 @@ static void check_copy(struct copy *k)
     } else if (k->rc != BT_E_EXISTS) {
         count(&c->stats.refused, 1);
     }
-    if (--s->n_left == 0) {
-        stash_over(s);
+    kv_client_unref_stash(s);
+}
+
+void kv_client_unsend(struct copy *k)
+{
+    struct server *to = k->l->user;
+
+    if (k->sent) {
+        k->sent = false;
+        to->n_sent--;
     }
 }
 
-static void copy_done(struct copy *k, int rc)
+void kv_client_copy_done(struct copy *k, int rc)
 {
     if (!k->done) {
         k->done = true;
@@ -197,14 +225,18 @@ static void send_put(struct copy *k)
         kv_link_close(k->l, BT_E_PEER_STALE, "another life of the node answers");
         return;
     }
-    head = malloc(n);
-    if (!head) {
+    head = k->lent ? NULL : malloc(n);
+    if (!head && !k->lent) {
         kv_link_close(k->l, BT_E_NOMEM, "out of memory");
         return;
     }
     k->method = kv_link_method(k->l);
     k->sent = true;
     to->put_ns = to->n_sent++ ? to->put_ns : bt_now_ns();
+    if (k->lent) {
+        kv_client_send_lend(k);
+        return;
+    }
     m.method = (uint8_t)k->method;
     m.offset = (uint64_t)(slot_at(c, s->slot) - (char *)c->staging.base);
     kv_blob_encode(&s->meta, head);
@@ -213,7 +245,7 @@ static void send_put(struct copy *k)
 }
 
 /* As many as the daemon may have at once. */
-static void send_puts(struct kv_link *l)
+void kv_client_send_puts(struct kv_link *l)
 {
     struct server *s = l->user;
 
@@ -226,55 +258,79 @@ static void send_puts(struct kv_link *l)
         if (l->closing || s->n_sent >= s->window) {
             return;
         }
-        if (!k->sent) {
+        if (!k->sent && !k->done && (k->lent || k->stash->staged)) {
             send_put(k);
         }
     }
 }
 
-static void start_copy(struct stash *s, const struct bt_member *m)
+struct copy *kv_client_add_copy(struct stash *s, struct kv_link *l, uint64_t incarnation)
 {
-    struct kv_client *c = s->client;
-    struct kv_link *l = kv_client_dial(c, m);
-    struct copy *k;
+    struct copy *k = &s->copies[s->n_copies++];
 
-    if (!l) {
-        count(&c->stats.refused, 1);
-        return;
-    }
-    k = &s->copies[s->n_copies++];
-    *k = (struct copy){.stash = s, .l = l, .incarnation = m->incarnation, .req = c->next_req++};
+    *k =
+        (struct copy){.stash = s, .l = l, .incarnation = incarnation, .req = s->client->next_req++};
     bt_list_init(&k->link);
     bt_list_push_back(&kv_client_server(l)->puts, &k->link);
     s->n_left++;
-    send_puts(l);
+    return k;
 }
 
-static void on_stash(struct bt_msg *msg, void *consumer)
+static void start_copies(struct stash *s)
 {
-    struct stash *s = BT_CONTAINER_OF(msg, struct stash, msg);
     struct kv_client *c = s->client;
     struct ring *r = kv_client_ring(c);
     uint32_t owners[8];
     size_t n = r ? kv_ring_owners(r->ring, &s->meta.key, c->cfg.replicas, owners) : 0;
 
-    s->n_left = 1; /* ours */
     for (size_t i = 0; i < n; i++) {
-        start_copy(s, r->at[owners[i]]);
+        const struct bt_member *m = r->at[owners[i]];
+        struct kv_link *l = kv_client_dial(c, m);
+
+        if (l) {
+            kv_client_add_copy(s, l, m->incarnation);
+            kv_client_send_puts(l);
+        } else {
+            count(&c->stats.refused, 1);
+        }
     }
     if (r) {
         kv_client_ring_unref(c, r);
     }
-    if (--s->n_left == 0) {
-        stash_over(s);
+}
+
+/* Back from store-put: the bytes lie in a slot, or they will not. */
+static void on_stash(struct bt_msg *msg, void *consumer)
+{
+    struct stash *s = BT_CONTAINER_OF(msg, struct stash, msg);
+    struct kv_client *c = s->client;
+
+    s->staging = false;
+    s->staged = s->slot != NO_SLOT;
+    s->dropped = !s->staged;
+    kv_client_give_pages(s, BT_E_CANCELLED);
+    if (s->staged && s->n_copies == 0) {
+        start_copies(s);
     }
+    for (uint32_t i = 0; i < s->n_copies; i++) {
+        struct copy *k = &s->copies[i];
+
+        if (!k->done && s->staged) {
+            kv_client_send_puts(k->l);
+        } else if (!k->done && !k->lent) {
+            kv_client_copy_done(k, BT_E_CANCELLED);
+        }
+    }
+    kv_client_unref_stash(s);
+    kv_client_lend_next(c);
 }
 
 void kv_client_puts_ready(struct kv_client *c, struct kv_link *l)
 {
     if (l->user) {
-        send_puts(l);
+        kv_client_send_puts(l);
     }
+    kv_client_lend_next(c);
 }
 
 /* No operation on it is under way any more. */
@@ -284,7 +340,10 @@ void kv_client_puts_closed(struct kv_client *c, struct server *s)
         struct copy *k = BT_LIST_ENTRY(s->puts.next, struct copy, link);
 
         BT_BUG_ON(k->n_ops != 0);
-        copy_done(k, BT_E_PEER_LOST);
+        kv_client_reader_gone(k); /* what it reads now, nobody takes for a block */
+        k->lent = false;
+        kv_client_give_pages(k->stash, BT_E_PEER_LOST);
+        kv_client_copy_done(k, BT_E_PEER_LOST);
     }
 }
 
@@ -299,7 +358,7 @@ void kv_client_check_puts(struct kv_client *c, struct kv_link *l)
     }
 }
 
-static struct copy *find_copy(struct kv_link *l, uint64_t req)
+struct copy *kv_client_find_copy(struct kv_link *l, uint64_t req)
 {
     struct server *s = l->user;
 
@@ -317,22 +376,29 @@ static struct copy *find_copy(struct kv_link *l, uint64_t req)
 
 void kv_client_on_done(struct kv_client *c, struct kv_link *l, const struct wire_store *m)
 {
-    struct copy *k = find_copy(l, m->req);
+    struct copy *k = kv_client_find_copy(l, m->req);
     struct server *s = l->user;
 
-    if (!k || k->done) {
+    if (!k || k->done || (k->lent && !k->taken && m->rc == BT_OK)) {
         kv_link_violation(l, "DONE of no put", m);
         return;
     }
     s->put_ns = bt_now_ns();
-    if (m->rc == BT_E_EXHAUSTED && !k->going && s->n_sent > 1) {
+    s->slow = false;
+    if (m->rc == BT_E_EXHAUSTED && !k->going && !k->taken && s->n_sent > 1) {
         /* More than it takes of us at once: again when another one is through. */
-        k->sent = false;
-        s->n_sent--;
+        kv_client_unsend(k);
         s->window = s->n_sent;
+        if (k->called_back) {
+            kv_client_go_on_staged(k);
+        }
         return;
     }
-    copy_done(k, m->rc);
+    if (k->lent && !k->taken && kv_client_lend_refused(k, m->rc)) {
+        return;
+    }
+    kv_client_copy_done(k, m->rc);
+    kv_client_lend_next(c);
 }
 
 /* ---- put: into the owner's memory ---- */
@@ -399,7 +465,7 @@ void kv_client_on_go(struct kv_client *c,
                      const struct wire_store *m,
                      struct bt_str data)
 {
-    struct copy *k = find_copy(l, m->req);
+    struct copy *k = kv_client_find_copy(l, m->req);
     uint32_t want;
 
     if (!k) {
@@ -407,7 +473,7 @@ void kv_client_on_go(struct kv_client *c,
         return;
     }
     want = k->method == BT_NET_METHOD_PUT ? c->cfg.shape.n_layers : 0;
-    if (k->going || k->done || k->method == BT_NET_METHOD_PULL || m->n_layers != want ||
+    if (k->lent || k->going || k->done || k->method == BT_NET_METHOD_PULL || m->n_layers != want ||
         data.n != 8 * (size_t)want) {
         kv_link_violation(l, "GO that does not fit", m);
         return;
@@ -503,9 +569,10 @@ static void copy_out(struct kv_client *c, struct stash *s)
     for (uint32_t l = 0; l < shape->n_layers; l++, to += shape->layer_bytes) {
         s->sums[l] = kv_blob_gather_sum(s->pool, s->pages, shape->block_tokens, (int)l, to);
     }
-    s->offer_done(s->offer_arg, BT_OK);
-    s->msg.handle = on_stash;
-    bt_net_post(c->links.net, &s->msg);
+    if (s->n_copies == 0) { /* else they are lent to somebody as well, maybe */
+        s->pages_given = true;
+        s->offer_done(s->offer_arg, BT_OK);
+    }
 }
 
 /* The next one that there is a slot for; NULL: stop. Those that are left are not wanted then. */
@@ -521,9 +588,9 @@ static struct stash *next_stash(struct kv_client *c)
         pthread_mutex_unlock(&c->lock);
         return NULL;
     }
-    s = BT_LIST_ENTRY(bt_list_pop_front(&c->offers), struct stash, link);
+    s = BT_LIST_ENTRY(bt_list_pop_front(&c->offers), struct stash, stage_link);
     c->n_offers--;
-    s->slot = c->stopping ? UINT32_MAX : c->free_slots[--c->n_free_slots];
+    s->slot = c->stopping ? NO_SLOT : c->free_slots[--c->n_free_slots];
     pthread_mutex_unlock(&c->lock);
     return s;
 }
@@ -535,13 +602,11 @@ void *kv_client_putter(void *arg)
 
     bt_thread_background();
     while ((s = next_stash(c)) != NULL) {
-        if (s->slot == UINT32_MAX) {
-            s->offer_done(s->offer_arg, BT_E_CANCELLED);
-            stash_free(s);
-            kv_client_gone(c);
-        } else {
+        if (s->slot != NO_SLOT) {
             copy_out(c, s);
         }
+        s->msg.handle = on_stash;
+        bt_net_post(c->links.net, &s->msg);
     }
     return NULL;
 }

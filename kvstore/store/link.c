@@ -11,9 +11,9 @@
 
 /* ---- sending ---- */
 
-static size_t pack(struct wire_store *m, char *head)
+static size_t pack(const struct kv_link *l, struct wire_store *m, char *head)
 {
-    m->version = 1;
+    m->version = m->type <= WIRE_STORE_REFUSE ? 1 : l->version;
     return wire_store_pack(m, head);
 }
 
@@ -39,7 +39,7 @@ bool kv_link_send(struct kv_link *l, struct wire_store *m, struct bt_str data)
         }
         memcpy(copy, data.p, data.n);
     }
-    n = pack(m, head);
+    n = pack(l, m, head);
     if (bt_net_send(l->net, (struct bt_str){head, n}, (struct bt_str){copy, data.n}, on_copy_sent,
                     copy) != BT_OK) {
         free(copy);
@@ -53,7 +53,7 @@ void kv_link_send_data(
     struct kv_link *l, struct wire_store *m, struct bt_str data, bt_net_done_fn done, void *arg)
 {
     char head[WIRE_STORE_MAX_HEAD];
-    size_t n = pack(m, head);
+    size_t n = pack(l, m, head);
 
     if (l->closing || bt_net_send(l->net, (struct bt_str){head, n}, data, done, arg) != BT_OK) {
         kv_link_close(l, BT_E_PEER_LOST, "cannot send");
@@ -158,6 +158,7 @@ static void on_hello(struct kv_link *l, const struct wire_store *m)
         refuse(l, BT_E_INCOMPATIBLE, "different transfer methods are set");
         return;
     }
+    l->version = (uint8_t)BT_MIN((int)m->version_max, WIRE_STORE_VERSION);
     l->greeted = true;
     l->links->cfg.ops.ready(l->links->cfg.ops.arg, l);
 }
@@ -208,6 +209,7 @@ static struct kv_link *new_link(struct kv_links *ls)
 
     if (l) {
         l->links = ls;
+        l->version = WIRE_STORE_VERSION_MIN;
         snprintf(l->name, sizeof(l->name), "?");
         l->tick = (struct bt_net_timer){.deadline_ns = BT_NEVER_NS, .fn = on_tick};
     }
@@ -286,7 +288,7 @@ static void on_closed(void *arg, struct bt_net_peer *net, int rc)
 static bool has_data(enum wire_store_type t)
 {
     return t == WIRE_STORE_GET || t == WIRE_STORE_HAVE || t == WIRE_STORE_DATA ||
-           t == WIRE_STORE_PUT || t == WIRE_STORE_GO;
+           t == WIRE_STORE_PUT || t == WIRE_STORE_GO || t == WIRE_STORE_LEND;
 }
 
 static void dispatch(struct kv_link *l, const struct wire_store *m, struct bt_str data)

@@ -40,6 +40,7 @@ struct kv_link {
     struct bt_net_peer *net;
     char *dialed; /* the address we called, NULL if they called */
     bool greeted, closing;
+    uint8_t version;                    /* that both speak */
     char name[WIRE_STORE_MAX_NAME + 1]; /* printable; of a called one: as it said */
     uint64_t incarnation;
     uint64_t base, bytes; /* of their memory */

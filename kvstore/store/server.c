@@ -62,6 +62,7 @@ static bool is_busy(void *arg, const struct kv_link *l)
         return false;
     }
     kv_server_check_leases(c, bt_now_ns());
+    kv_server_check_lent(c, bt_now_ns());
     return c->n_gets + c->n_puts > 0;
 }
 
@@ -88,6 +89,13 @@ static void on_message(void *arg, struct kv_link *l, const struct wire_store *m,
         break;
     case WIRE_STORE_PLACED:
         kv_server_on_placed(c, m);
+        break;
+    case WIRE_STORE_LEND:
+        kv_server_on_lend(c, m, data);
+        break;
+    case WIRE_STORE_KEEP:
+    case WIRE_STORE_DROP:
+        kv_server_on_verdict(c, m);
         break;
     default:
         kv_link_violation(l, "message in the wrong direction", m);

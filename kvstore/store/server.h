@@ -13,6 +13,10 @@
  * the client writes into the reserved room and says so. Keys are computed anew, so nobody can store
  * a block under the key of others.
  *
+ * Lent (a client of this host whose pool is a sealed memory file): this side gathers the block from
+ * the client's own pages, in one pass with its sums. What proves it is the client's KEEP: its pages
+ * were lent until after the last read. Without that word nothing is stored.
+ *
  * Everything that comes in is checked; what a client can hold is bounded (blocks, requests); a
  * violation closes that client alone.
  *

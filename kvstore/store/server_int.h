@@ -40,10 +40,15 @@ void kv_server_drop_gets(struct client *c);
 bool kv_server_pump_gets(struct kv_server *s, size_t *budget);
 /* Closes clients that keep a lease for too long. */
 void kv_server_check_leases(struct client *c, uint64_t now);
+/* And those that have lent a block, had it read, and do not say what counts. */
+void kv_server_check_lent(struct client *c, uint64_t now);
 
 void kv_server_on_put(struct client *c, const struct wire_store *m, struct bt_str data);
 void kv_server_on_put_data(struct client *c, const struct wire_store *m, struct bt_str data);
 void kv_server_on_placed(struct client *c, const struct wire_store *m);
+void kv_server_on_lend(struct client *c, const struct wire_store *m, struct bt_str data);
+/* KEEP or DROP. */
+void kv_server_on_verdict(struct client *c, const struct wire_store *m);
 void kv_server_drop_puts(struct client *c);
 bool kv_server_pump_puts(struct kv_server *s, size_t *budget);
 

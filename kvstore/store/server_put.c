@@ -23,6 +23,12 @@ struct put {
     bool reading; /* pull: one read is under way */
     int rc;
     struct kv_copy copy; /* message: of that layer */
+    /* lent: read from the client's pages; the sums are ours */
+    bool lent, taken;         /* taken: all is read, the client has been told */
+    struct kv_blob_grid grid; /* in a view, which stays until the connection's end */
+    uint32_t *pages;
+    uint64_t sample, sampled; /* as the client has it; of what is stored so far */
+    uint64_t taken_ns;
     uint64_t sums[];
 };
 
@@ -35,6 +41,7 @@ static void put_free(struct put *p)
     bt_list_remove(&p->pull_link);
     c->n_puts--;
     c->put_bytes -= kv_blob_bytes(&p->shape);
+    free(p->pages);
     free(p);
     kv_server_unref_client(c);
     pthread_mutex_lock(&s->lock);
@@ -89,18 +96,20 @@ static char *layer_at(const struct put *p, uint32_t layer)
     return (char *)kv_blob_layer(p->client->server->cfg.tiers, p->blob, layer);
 }
 
+static void warn_bad(struct put *p, uint32_t layer)
+{
+    kv_server_add(&p->client->server->bad, 1);
+    BT_WARN("store_checksum", "peer=%s layer=%u", p->client->link ? p->client->link->name : "?",
+            layer);
+}
+
 /* A layer is complete: is it what the head says? */
 static bool is_right(struct put *p, uint32_t layer, uint64_t sum)
 {
-    struct kv_server *s = p->client->server;
-
-    if (sum == p->sums[layer]) {
-        return true;
+    if (sum != p->sums[layer]) {
+        warn_bad(p, layer);
     }
-    kv_server_add(&s->bad, 1);
-    BT_WARN("store_checksum", "peer=%s layer=%u", p->client->link ? p->client->link->name : "?",
-            layer);
-    return false;
+    return sum == p->sums[layer];
 }
 
 /* Layer p->layer is in. False: over. */
@@ -137,7 +146,7 @@ static int check_head(struct client *c, const struct wire_store *m, const struct
     if (!kv_key_eq(&key, &meta->key)) {
         return BT_E_INVALID;
     }
-    if (m->method == BT_NET_METHOD_PULL &&
+    if (m->type == WIRE_STORE_PUT && m->method == BT_NET_METHOD_PULL &&
         (m->offset > c->link->bytes || bytes > c->link->bytes - m->offset)) {
         return BT_E_INVALID;
     }
@@ -167,7 +176,10 @@ static void tell_go(struct put *p)
     bt_buf_fini(&data);
 }
 
-static int begin(struct client *c, const struct wire_store *m, const struct kv_blob_meta *meta)
+static int begin(struct client *c,
+                 const struct wire_store *m,
+                 const struct kv_blob_meta *meta,
+                 struct put **ret_put)
 {
     struct kv_server *s = c->server;
     struct put *p = bt_calloc(1, sizeof(*p) + meta->shape.n_layers * sizeof(p->sums[0]));
@@ -196,36 +208,53 @@ static int begin(struct client *c, const struct wire_store *m, const struct kv_b
     pthread_mutex_lock(&s->lock);
     s->n_alive++;
     pthread_mutex_unlock(&s->lock);
-    if (p->method == BT_NET_METHOD_PULL) {
-        bt_list_push_back(&s->pulling, &p->pull_link);
-        kv_links_pump(&s->links);
-    } else {
-        tell_go(p);
-    }
+    *ret_put = p;
     return BT_OK;
 }
 
-void kv_server_on_put(struct client *c, const struct wire_store *m, struct bt_str data)
+static void begin_pull(struct put *p)
+{
+    struct kv_server *s = p->client->server;
+
+    bt_list_push_back(&s->pulling, &p->pull_link);
+    kv_links_pump(&s->links);
+}
+
+/* The put that a head begins; NULL: it is none, and the client was told. */
+static struct put *accept_put(struct client *c, const struct wire_store *m, struct bt_str head)
 {
     int32_t *ids = bt_calloc(KV_BLOB_MAX_TOKENS, sizeof(*ids));
     uint64_t sums[KV_BLOB_MAX_LAYERS];
     struct kv_blob_room room = {ids, KV_BLOB_MAX_TOKENS, sums, KV_BLOB_MAX_LAYERS};
     struct kv_blob_meta meta;
+    struct put *p = NULL;
     size_t n;
     int rc = BT_E_EXHAUSTED;
 
-    if (ids && (kv_blob_decode(data.p, data.n, &room, &meta, &n) != BT_OK || n != data.n)) {
+    if (ids && (kv_blob_decode(head.p, head.n, &room, &meta, &n) != BT_OK || n != head.n)) {
         free(ids);
         kv_link_violation(c->link, "malformed head of a block", m);
-        return;
+        return NULL;
     }
     if (ids) {
         rc = check_head(c, m, &meta);
-        rc = rc == BT_OK ? begin(c, m, &meta) : rc;
+        rc = rc == BT_OK ? begin(c, m, &meta, &p) : rc;
     }
     free(ids);
     if (rc != BT_OK) {
         tell_done(c, m->req, rc);
+    }
+    return p;
+}
+
+void kv_server_on_put(struct client *c, const struct wire_store *m, struct bt_str data)
+{
+    struct put *p = accept_put(c, m, data);
+
+    if (p && p->method == BT_NET_METHOD_PULL) {
+        begin_pull(p);
+    } else if (p) {
+        tell_go(p);
     }
 }
 
@@ -239,6 +268,124 @@ static struct put *find(struct client *c, uint64_t req)
         }
     }
     return NULL;
+}
+
+/* ---- lent ---- */
+
+/* Where the block lies, as the client says: believed as far as it is inside what can be seen. */
+static void find_lent(struct put *p, const struct wire_store *m)
+{
+    struct client *c = p->client;
+    struct bt_net_file file = {m->file_dev, m->file_ino};
+    struct kv_blob_grid *g = &p->grid;
+
+    if (g->row_bytes > 0) {
+        g->n_rows = (uint32_t)(p->shape.layer_bytes / g->n_pages / g->row_bytes);
+    }
+    if (!kv_blob_grid_fits(g, &p->shape, INT64_MAX)) {
+        kv_link_violation(c->link, "a lent block that is not in its memory", m);
+        return; /* `closed` drops it */
+    }
+    if (kv_link_method(c->link) == BT_NET_METHOD_PULL) {
+        g->base = bt_net_view_file(c->link->net, &file, p->shape.n_layers * g->layer_stride);
+    }
+    if (g->base) {
+        begin_pull(p);
+    } else {
+        finish(p, BT_E_UNSUPPORTED);
+    }
+}
+
+void kv_server_on_lend(struct client *c, const struct wire_store *m, struct bt_str data)
+{
+    size_t n = 4 * (size_t)m->n_pages;
+    uint32_t *pages;
+    struct put *p;
+
+    if (data.n < n) {
+        kv_link_violation(c->link, "pages are missing", m);
+        return;
+    }
+    pages = bt_calloc(m->n_pages, sizeof(*pages));
+    if (!pages) {
+        tell_done(c, m->req, BT_E_EXHAUSTED);
+        return;
+    }
+    for (uint32_t i = 0; i < m->n_pages; i++) {
+        pages[i] = wire_store_u32(data.p + 4 * (size_t)i);
+    }
+    p = accept_put(c, m, (struct bt_str){data.p + n, data.n - n});
+    if (!p) {
+        free(pages);
+        return;
+    }
+    p->lent = true;
+    p->pages = pages;
+    p->sample = m->sample;
+    p->grid = (struct kv_blob_grid){.layer_stride = m->layer_stride,
+                                    .page_stride = m->page_stride,
+                                    .row_bytes = m->row_bytes,
+                                    .n_pages = m->n_pages,
+                                    .pages = pages};
+    find_lent(p, m);
+}
+
+/* All of it is here; whether the pages were its pages all the time is for the client to say. */
+static void tell_taken(struct put *p)
+{
+    struct wire_store m = {.type = WIRE_STORE_TAKEN, .req = p->req};
+
+    if (p->sampled != p->sample) {
+        warn_bad(p, p->shape.n_layers);
+        finish(p, BT_E_CORRUPT);
+        return;
+    }
+    p->taken = true;
+    p->taken_ns = bt_now_ns();
+    kv_link_send(p->client->link, &m, (struct bt_str){0});
+}
+
+/* One layer. False: that was the last one. */
+static bool take_lent(struct put *p, size_t *budget)
+{
+    const struct kv_key *key = &kv_blob_meta(p->blob)->key;
+    const char *to = layer_at(p, p->layer);
+
+    *budget -= BT_MIN(*budget, p->shape.layer_bytes);
+    p->sums[p->layer] = kv_blob_grid_gather(&p->grid, p->layer, (void *)(uintptr_t)to);
+    p->sampled = kv_sum_seeded(to + kv_blob_sample_at(&p->grid, key, p->layer), p->grid.row_bytes,
+                               p->sampled);
+    if (++p->layer < p->shape.n_layers) {
+        return true;
+    }
+    tell_taken(p);
+    return false;
+}
+
+void kv_server_on_verdict(struct client *c, const struct wire_store *m)
+{
+    struct put *p = find(c, m->req);
+
+    if (!p || !p->taken) {
+        kv_link_violation(c->link, "nothing was taken", m);
+    } else if (m->type == WIRE_STORE_KEEP) {
+        finish(p, BT_OK);
+    } else {
+        kv_tiers_abort(c->server->cfg.tiers, p->blob);
+        put_free(p);
+    }
+}
+
+void kv_server_check_lent(struct client *c, uint64_t now)
+{
+    bt_list_for_each (it, &c->puts) {
+        struct put *p = BT_LIST_ENTRY(it, struct put, link);
+
+        if (c->link && p->taken && now - p->taken_ns > c->server->cfg.lease_ns) {
+            kv_link_close(c->link, BT_E_DEADLINE, "no word on a block that was taken");
+            return;
+        }
+    }
 }
 
 /* ---- pull ---- */
@@ -262,6 +409,9 @@ static bool pull_piece(struct put *p, size_t *budget)
     uint64_t from = p->at + (uint64_t)p->layer * p->shape.layer_bytes + p->offset;
     const void *view;
 
+    if (p->lent && !l->closing) {
+        return take_lent(p, budget);
+    }
     if (l->closing || kv_link_rkey(l, NULL) != BT_OK) {
         kv_link_close(l, BT_E_PEER_PROTOCOL, "memory key");
         return false;

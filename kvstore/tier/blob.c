@@ -21,31 +21,52 @@ struct kv_blob_shape kv_blob_shape_of(const struct kv_layout *l, uint32_t block_
     };
 }
 
-/* Where a block's pieces lie in pages and in the blob: K then V, in each the heads. */
-struct geometry {
-    uint32_t n_pages, n_rows; /* rows: heads of K, then heads of V */
-    size_t page_row, blob_row;
-};
-
-struct rows {
-    const struct kv_pool *pool;
-    const uint32_t *pages;
-    uint32_t block_tokens;
-    int layer;
-    bool gathers; /* from pages into blob form, else back */
-};
-
-static struct geometry geometry_of(const struct kv_layout *l, uint32_t block_tokens)
+/* Rows: heads of K, then heads of V. */
+struct kv_blob_grid
+kv_blob_grid_of(const struct kv_pool *pool, const uint32_t *pages, uint32_t block_tokens)
 {
-    size_t token = (size_t)l->head_dim * element_bytes(l);
+    const struct kv_layout *l = kv_pool_layout(pool);
 
-    return (struct geometry){
-        .n_pages = block_tokens / (uint32_t)l->page_tokens,
+    return (struct kv_blob_grid){
+        .base = kv_pool_region(pool)->base,
+        .layer_stride = l->layer_stride,
+        .page_stride = l->page_stride,
+        .row_bytes = (size_t)l->head_dim * element_bytes(l) * (size_t)l->page_tokens,
         .n_rows = 2 * (uint32_t)l->n_kv_heads,
-        .page_row = token * (size_t)l->page_tokens,
-        .blob_row = token * block_tokens,
+        .n_pages = block_tokens / (uint32_t)l->page_tokens,
+        .pages = pages,
     };
 }
+
+bool kv_blob_grid_fits(const struct kv_blob_grid *g,
+                       const struct kv_blob_shape *shape,
+                       uint64_t bytes)
+{
+    if (g->row_bytes == 0 || g->n_pages == 0 || g->n_rows == 0 ||
+        g->row_bytes > shape->layer_bytes / g->n_pages / g->n_rows ||
+        g->row_bytes * g->n_pages * g->n_rows != shape->layer_bytes ||
+        g->n_rows * g->row_bytes > g->page_stride || g->page_stride > g->layer_stride ||
+        g->layer_stride > bytes / shape->n_layers) {
+        return false;
+    }
+    for (uint32_t i = 0; i < g->n_pages; i++) {
+        if (g->pages[i] >= g->layer_stride / g->page_stride) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static size_t layer_bytes_of(const struct kv_blob_grid *g)
+{
+    return g->row_bytes * g->n_rows * g->n_pages;
+}
+
+struct rows {
+    struct kv_blob_grid grid;
+    size_t layer;
+    bool gathers; /* from pages into blob form, else back */
+};
 
 /* Bytes [offset, offset + n) of a layer in blob form, which come next in `c`, between their places
  * in pages and `blob`: row by row, in the order of the blob. Pages that are not there are zeros, or
@@ -53,17 +74,17 @@ static struct geometry geometry_of(const struct kv_layout *l, uint32_t block_tok
 static void add_rows(struct kv_copy *c, const struct rows *r, size_t offset, char *blob, size_t n)
 {
     static const char zeros[4096];
-    struct geometry g = geometry_of(kv_pool_layout(r->pool), r->block_tokens);
+    const struct kv_blob_grid *g = &r->grid;
 
     while (n > 0) {
-        size_t row = offset / g.page_row, in_row = offset % g.page_row;
-        size_t k = BT_MIN(g.page_row - in_row, n);
-        uint32_t page = r->pages[row % g.n_pages];
+        size_t row = offset / g->row_bytes, in_row = offset % g->row_bytes;
+        size_t k = BT_MIN(g->row_bytes - in_row, n);
+        uint32_t page = g->pages[row % g->n_pages];
         char *at = NULL;
 
         if (page != KV_PAGE_NONE) {
-            at = (char *)kv_pool_page(r->pool, r->layer, page) + row / g.n_pages * g.page_row +
-                 in_row;
+            at = (char *)(uintptr_t)g->base + r->layer * g->layer_stride + page * g->page_stride +
+                 row / g->n_pages * g->row_bytes + in_row;
         } else if (r->gathers) {
             k = BT_MIN(k, sizeof(zeros));
         }
@@ -81,13 +102,49 @@ static void add_rows(struct kv_copy *c, const struct rows *r, size_t offset, cha
 uint64_t kv_blob_gather_sum(
     const struct kv_pool *pool, const uint32_t *pages, uint32_t block_tokens, int layer, void *dst)
 {
-    struct geometry g = geometry_of(kv_pool_layout(pool), block_tokens);
-    struct rows r = {pool, pages, block_tokens, layer, true};
+    struct kv_blob_grid g = kv_blob_grid_of(pool, pages, block_tokens);
+
+    return kv_blob_grid_gather(&g, (uint32_t)layer, dst);
+}
+
+uint64_t kv_blob_grid_gather(const struct kv_blob_grid *g, uint32_t layer, void *dst)
+{
+    struct rows r = {*g, layer, true};
     struct kv_copy c;
 
     kv_copy_begin(&c);
-    add_rows(&c, &r, 0, dst, g.n_rows * g.blob_row);
+    add_rows(&c, &r, 0, dst, layer_bytes_of(g));
     return kv_copy_end(&c);
+}
+
+/* Layers take different rows. */
+static uint64_t sample_row(const struct kv_blob_grid *g, const struct kv_key *key, uint32_t layer)
+{
+    uint32_t from;
+
+    memcpy(&from, key->b, sizeof(from));
+    return ((uint64_t)from + 13 * (uint64_t)layer) % ((uint64_t)g->n_rows * g->n_pages);
+}
+
+size_t kv_blob_sample_at(const struct kv_blob_grid *g, const struct kv_key *key, uint32_t layer)
+{
+    return sample_row(g, key, layer) * g->row_bytes;
+}
+
+uint64_t
+kv_blob_grid_sample(const struct kv_blob_grid *g, const struct kv_key *key, uint32_t n_layers)
+{
+    uint64_t sum = 0;
+
+    for (uint32_t l = 0; l < n_layers; l++) {
+        uint64_t row = sample_row(g, key, l);
+
+        sum = kv_sum_seeded(g->base + l * g->layer_stride +
+                                g->pages[row % g->n_pages] * g->page_stride +
+                                row / g->n_pages * g->row_bytes,
+                            g->row_bytes, sum);
+    }
+    return sum;
 }
 
 void kv_blob_gather(
@@ -99,7 +156,7 @@ void kv_blob_gather(
 void kv_blob_scatter_part(
     struct kv_copy *c, const struct kv_blob_place *to, int layer, size_t offset, struct bt_str part)
 {
-    struct rows r = {to->pool, to->pages, to->block_tokens, layer, false};
+    struct rows r = {kv_blob_grid_of(to->pool, to->pages, to->block_tokens), (size_t)layer, false};
 
     add_rows(c, &r, offset, (char *)(uintptr_t)part.p, part.n);
     kv_copy_flush(c);
@@ -111,12 +168,12 @@ uint64_t kv_blob_scatter_sum(const struct kv_pool *pool,
                              int layer,
                              const void *src)
 {
-    struct geometry g = geometry_of(kv_pool_layout(pool), block_tokens);
+    struct kv_blob_grid g = kv_blob_grid_of(pool, pages, block_tokens);
     struct kv_blob_place to = {pool, pages, block_tokens};
     struct kv_copy c;
 
     kv_copy_begin(&c);
-    kv_blob_scatter_part(&c, &to, layer, 0, (struct bt_str){src, g.n_rows * g.blob_row});
+    kv_blob_scatter_part(&c, &to, layer, 0, (struct bt_str){src, layer_bytes_of(&g)});
     return kv_copy_end(&c);
 }
 

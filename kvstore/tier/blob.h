@@ -53,6 +53,31 @@ uint64_t kv_blob_sum(const void *p, size_t n);
 /* kv_blob_gather, and the sum of what it wrote. */
 uint64_t kv_blob_gather_sum(
     const struct kv_pool *pool, const uint32_t *pages, uint32_t block_tokens, int layer, void *dst);
+/* Where the rows of a block's layers lie in memory made of pages: row i of page p of a layer is at
+ * base + layer * layer_stride + pages[p] * page_stride + i * row_bytes. A layer in blob form is row
+ * 0 of all pages, row 1 of all pages, ... */
+struct kv_blob_grid {
+    const char *base;
+    size_t layer_stride, page_stride, row_bytes;
+    uint32_t n_rows, n_pages; /* rows of a page; pages of the block */
+    const uint32_t *pages;
+};
+/* That of a block in a pool; `pages` stay the caller's. */
+struct kv_blob_grid
+kv_blob_grid_of(const struct kv_pool *pool, const uint32_t *pages, uint32_t block_tokens);
+/* True if all of it, in n_layers of the shape, lies in `bytes` from base on: for a grid that
+ * somebody else describes (base does not count). */
+bool kv_blob_grid_fits(const struct kv_blob_grid *g,
+                       const struct kv_blob_shape *shape,
+                       uint64_t bytes);
+/* As kv_blob_gather_sum. */
+uint64_t kv_blob_grid_gather(const struct kv_blob_grid *g, uint32_t layer, void *dst);
+/* A sum over one row of every layer (kv_sum_seeded, each with the sum so far, 0 at first): where it
+ * lies in the blob form of a layer follows from the key. It tells memory that is not the one that
+ * was meant; it does not replace the sums of all bytes. */
+size_t kv_blob_sample_at(const struct kv_blob_grid *g, const struct kv_key *key, uint32_t layer);
+uint64_t
+kv_blob_grid_sample(const struct kv_blob_grid *g, const struct kv_key *key, uint32_t n_layers);
 /* kv_blob_scatter, and the sum of what it read; each byte is read once, so that the sum is that of
  * what lies in the pages. */
 uint64_t kv_blob_scatter_sum(const struct kv_pool *pool,

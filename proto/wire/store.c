@@ -5,9 +5,9 @@
 
 const char *wire_store_type_name(int type)
 {
-    static const char *const names[] = {"?",   "HELLO", "REFUSE", "PING", "PONG",
-                                        "GET", "HAVE",  "MISS",   "DATA", "RELEASE",
-                                        "PUT", "GO",    "PLACED", "DONE"};
+    static const char *const names[] = {"?",      "HELLO", "REFUSE", "PING",    "PONG", "GET",
+                                        "HAVE",   "MISS",  "DATA",   "RELEASE", "PUT",  "GO",
+                                        "PLACED", "DONE",  "LEND",   "TAKEN",   "KEEP", "DROP"};
 
     return type > 0 && type < (int)BT_ARRAY_LEN(names) ? names[type] : names[0];
 }
@@ -78,6 +78,9 @@ static void pack_rest(const struct wire_store *m, struct cursor *c)
         break;
     case WIRE_STORE_RELEASE:
     case WIRE_STORE_PLACED:
+    case WIRE_STORE_TAKEN:
+    case WIRE_STORE_KEEP:
+    case WIRE_STORE_DROP:
         put(c, 0, 8);
         break;
     case WIRE_STORE_PUT:
@@ -92,6 +95,15 @@ static void pack_rest(const struct wire_store *m, struct cursor *c)
     case WIRE_STORE_DONE:
         put(c, (uint32_t)m->rc, 4);
         put(c, 0, 4);
+        break;
+    case WIRE_STORE_LEND:
+        put(c, m->file_dev, 8);
+        put(c, m->file_ino, 8);
+        put(c, m->layer_stride, 8);
+        put(c, m->page_stride, 8);
+        put(c, m->row_bytes, 4);
+        put(c, m->n_pages, 4);
+        put(c, m->sample, 8);
         break;
     }
 }
@@ -171,6 +183,20 @@ static void unpack_get(struct cursor *c, struct wire_store *m)
     }
 }
 
+static void unpack_lend(struct cursor *c, struct wire_store *m)
+{
+    m->file_dev = get(c, 8);
+    m->file_ino = get(c, 8);
+    m->layer_stride = get(c, 8);
+    m->page_stride = get(c, 8);
+    m->row_bytes = get32(c);
+    m->n_pages = get32(c);
+    m->sample = get(c, 8);
+    if (m->n_pages == 0 || m->n_pages > WIRE_STORE_MAX_PAGES) {
+        c->bad = true;
+    }
+}
+
 static void unpack_rest(struct cursor *c, struct wire_store *m)
 {
     switch (m->type) {
@@ -203,6 +229,9 @@ static void unpack_rest(struct cursor *c, struct wire_store *m)
         break;
     case WIRE_STORE_RELEASE:
     case WIRE_STORE_PLACED:
+    case WIRE_STORE_TAKEN:
+    case WIRE_STORE_KEEP:
+    case WIRE_STORE_DROP:
         get_zero(c, 8);
         break;
     case WIRE_STORE_PUT:
@@ -219,6 +248,9 @@ static void unpack_rest(struct cursor *c, struct wire_store *m)
         m->rc = (int32_t)get32(c);
         get_zero(c, 4);
         c->bad = c->bad || m->rc > 0;
+        break;
+    case WIRE_STORE_LEND:
+        unpack_lend(c, m);
         break;
     default:
         c->bad = true;
@@ -253,6 +285,9 @@ int wire_store_unpack(struct bt_str head, struct wire_store *ret, struct bt_err 
         m->req = get(&c, 8);
     }
     unpack_rest(&c, m);
+    if (type >= WIRE_STORE_LEND && version < 2) {
+        c.bad = true;
+    }
     if (c.bad || bytes != head.n || c.at != c.n) {
         return BT_FAIL(err, BT_E_PEER_PROTOCOL, "malformed store message %s of %zu bytes",
                        wire_store_type_name((int)type), head.n);
@@ -261,6 +296,15 @@ int wire_store_unpack(struct bt_str head, struct wire_store *ret, struct bt_err 
 }
 
 /* ---- data ---- */
+
+int wire_store_add_u32(struct bt_buf *to, uint32_t v)
+{
+    uint8_t b[4];
+    struct cursor c = {.p = b, .n = sizeof(b)};
+
+    put(&c, v, 4);
+    return bt_buf_add(to, b, sizeof(b));
+}
 
 int wire_store_add_u64(struct bt_buf *to, uint64_t v)
 {
@@ -278,11 +322,16 @@ uint64_t wire_store_u64(const char *p)
     return get(&c, 8);
 }
 
-int32_t wire_store_i32(const char *p)
+uint32_t wire_store_u32(const char *p)
 {
     struct cursor c = {.p = (uint8_t *)(uintptr_t)p, .n = 4};
 
-    return (int32_t)get32(&c);
+    return get32(&c);
+}
+
+int32_t wire_store_i32(const char *p)
+{
+    return (int32_t)wire_store_u32(p);
 }
 
 int wire_store_add_item(struct bt_buf *to, const struct wire_store_item *item, const int32_t *ids)

@@ -28,7 +28,20 @@
  *   GO               16  u32 n_layers   20  u32 zero      message: 0 layers
  *                        data: n_layers times u64 offset in the server's memory (put)
  *   PLACED           16  u64 zero: all layers are written (put)
- *   DONE             16  i32 code   20  u32 zero: of a PUT; its bytes are read no more
+ *   DONE             16  i32 code   20  u32 zero: of a PUT or LEND; its bytes are read no more
+ *
+ * Version 2:
+ *   LEND             16  u64 device, 24  u64 inode of the memory file with the client's pool
+ *                    32  u64 bytes of a layer in it   40  u64 bytes of a page in a layer
+ *                    48  u32 bytes of a row   52  u32 n_pages   56  u64 sample
+ *                        data: n_pages times u32 page; head of the blob, whose sums do not count
+ *   TAKEN            16  u64 zero: all of the LEND is read, and will be by nobody again
+ *   KEEP             16  u64 zero: the pages were lent until TAKEN came
+ *   DROP             16  u64 zero: they were not; what was read is nothing
+ *
+ * A layer of a lent block is rows in the order of the blob: row i of every page in turn, then row
+ * i + 1. Row i of a page lies i rows behind its first byte, page p of layer l at l layers and p
+ * pages from the start of the file.
  *
  * Evolution: as in wire/handoff.h. */
 #ifndef WIRE_STORE_H
@@ -37,14 +50,15 @@
 #include "common/base/buf.h"
 
 #define WIRE_STORE_MAGIC       0x5342
-#define WIRE_STORE_VERSION     1
-#define WIRE_STORE_VERSION_MIN 1
+#define WIRE_STORE_VERSION     2 /* N */
+#define WIRE_STORE_VERSION_MIN 1 /* N-1 */
 
 #define WIRE_STORE_MAX_HEAD   1024
 #define WIRE_STORE_MAX_NAME   128
 #define WIRE_STORE_MAX_KEY    512
 #define WIRE_STORE_MAX_TEXT   200
 #define WIRE_STORE_MAX_ITEMS  32
+#define WIRE_STORE_MAX_PAGES  8192 /* of a block */
 #define WIRE_STORE_NO_METHOD  255
 #define WIRE_STORE_ITEM_BYTES 48 /* without its ids */
 
@@ -62,6 +76,10 @@ enum wire_store_type {
     WIRE_STORE_GO,
     WIRE_STORE_PLACED,
     WIRE_STORE_DONE,
+    WIRE_STORE_LEND, /* this and what follows: since version 2 */
+    WIRE_STORE_TAKEN,
+    WIRE_STORE_KEEP,
+    WIRE_STORE_DROP,
 };
 
 /* One message; which fields count says the type. Strings are borrowed from the bytes unpacked. */
@@ -84,6 +102,9 @@ struct wire_store {
     uint32_t item, layer;
     uint64_t generation;
     uint64_t offset; /* DATA, PUT */
+    /* LEND */
+    uint64_t file_dev, file_ino, layer_stride, page_stride, sample;
+    uint32_t row_bytes, n_pages;
 };
 
 /* A block that is asked for; ids are n_tokens times i32 as they came. */
@@ -111,8 +132,10 @@ bool wire_store_take_item(struct bt_str *data,
                           uint32_t max_tokens,
                           struct wire_store_item *ret_item) BT_MUST_USE;
 /* Numbers as they stand in data. */
+int wire_store_add_u32(struct bt_buf *to, uint32_t v) BT_MUST_USE;
 int wire_store_add_u64(struct bt_buf *to, uint64_t v) BT_MUST_USE;
 uint64_t wire_store_u64(const char *p);
+uint32_t wire_store_u32(const char *p);
 int32_t wire_store_i32(const char *p);
 
 #endif

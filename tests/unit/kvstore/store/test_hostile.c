@@ -370,6 +370,7 @@ static void test_KVX_01_puts_that_nobody_ends(void **state)
                                    .replicas = 1,
                                    .silence_ns = SILENCE_NS,
                                    .load_limit_ns = 300 * BT_NS_PER_MS,
+                                   .lend_ns = 100 * BT_NS_PER_MS,
                                    .staging_bytes = 2 * BLOB_BYTES};
         struct bt_blockmap_cfg bc = {.conf = &conf};
         struct bt_member m = {.name = "s0", .incarnation = 4, .role = BT_ROLE_KVSTORE};

@@ -8,7 +8,7 @@
 
 static struct wire_store sample(enum wire_store_type type)
 {
-    struct wire_store m = {.type = type, .version = 1};
+    struct wire_store m = {.type = type, .version = type >= WIRE_STORE_LEND ? 2 : 1};
 
     if (type >= WIRE_STORE_GET) {
         m.req = 0x0102030405060708;
@@ -59,6 +59,18 @@ static struct wire_store sample(enum wire_store_type type)
     case WIRE_STORE_DONE:
         m.rc = BT_E_EXHAUSTED;
         break;
+    case WIRE_STORE_LEND:
+        m.file_dev = 25;
+        m.file_ino = 0x1020304050;
+        m.layer_stride = 1 << 24;
+        m.page_stride = 1 << 16;
+        m.row_bytes = 4096;
+        m.n_pages = 8;
+        m.sample = 0xfedcba9876543210;
+        break;
+    case WIRE_STORE_TAKEN:
+    case WIRE_STORE_KEEP:
+    case WIRE_STORE_DROP:
     case WIRE_STORE_PING:
     case WIRE_STORE_PONG:
     case WIRE_STORE_RELEASE:
@@ -70,7 +82,7 @@ static struct wire_store sample(enum wire_store_type type)
 
 static void test_round_trips(void **state)
 {
-    for (int t = WIRE_STORE_HELLO; t <= WIRE_STORE_DONE; t++) {
+    for (int t = WIRE_STORE_HELLO; t <= WIRE_STORE_DROP; t++) {
         struct wire_store m = sample((enum wire_store_type)t), got;
         char a[WIRE_STORE_MAX_HEAD], b[WIRE_STORE_MAX_HEAD];
         size_t n = wire_store_pack(&m, a);
@@ -92,7 +104,7 @@ static void test_mutations(void **state)
 {
     struct bt_err err;
 
-    for (int t = WIRE_STORE_HELLO; t <= WIRE_STORE_DONE; t++) {
+    for (int t = WIRE_STORE_HELLO; t <= WIRE_STORE_DROP; t++) {
         struct wire_store m = sample((enum wire_store_type)t), got;
         char head[WIRE_STORE_MAX_HEAD + 1] = {0}, again[WIRE_STORE_MAX_HEAD];
         size_t n = wire_store_pack(&m, head);
@@ -164,7 +176,7 @@ int main(int argc, char **argv)
 
     if (argc == 3 && strcmp(argv[1], "corpus") == 0) {
         /* Writes one sample of each type into a folder, for the fuzzer. */
-        for (int t = WIRE_STORE_HELLO; t <= WIRE_STORE_DONE; t++) {
+        for (int t = WIRE_STORE_HELLO; t <= WIRE_STORE_DROP; t++) {
             struct wire_store m = sample((enum wire_store_type)t);
             char head[WIRE_STORE_MAX_HEAD], path[512];
             size_t n = wire_store_pack(&m, head);
