@@ -327,6 +327,7 @@ void rt_cache_load(struct rt_node *n, const Baton__V1__NodeLoad *l)
             t->block_s[l->tiers[i]->tier] = l->tiers[i]->block_us / 1e6;
         }
     }
+    rt_ops_load(t, l);
     rt_cache_share(n);
     learn(t, l, now);
     send_ask(t, rt_feed_load(&t->feed, l, now));

@@ -156,6 +156,13 @@ struct rt_leg {
 };
 
 /* One data-parallel rank of a node: what can be chosen for a leg. Legs point to it. */
+/* What all calls of one kind of op have cost since the node has started. */
+#define RT_OPS_MAX 16
+struct rt_op {
+    char name[16];
+    uint64_t calls, us, limit_us, bytes, operations;
+};
+
 struct rt_target {
     struct rt_node *node;
     uint32_t rank;
@@ -172,6 +179,8 @@ struct rt_target {
     bool tells_starts;
     double oldest_s, block_s[RT_TIERS];
     uint64_t busy_us;
+    struct rt_op ops[RT_OPS_MAX]; /* ops.c */
+    unsigned n_ops;
 };
 
 struct rt_node {
@@ -245,6 +254,9 @@ void rt_cache_share(struct rt_node *n);
 void rt_cache_events(struct rt_node *n, const Baton__V1__CacheEvents *m);
 void rt_cache_snapshot(struct rt_node *n, const Baton__V1__CacheSnapshot *m);
 void rt_cache_load(struct rt_node *n, const Baton__V1__NodeLoad *l);
+/* ops.c: takes over what a load tells of ops; names that are no names, and more than RT_OPS_MAX,
+ * are passed over. */
+void rt_ops_load(struct rt_target *t, const Baton__V1__NodeLoad *l);
 /* Completes the views of all targets (in the order of the list) and the arguments for a request. */
 void rt_cache_fill_views(struct rt_request *req,
                          struct rt_node_view *views,

@@ -9,6 +9,7 @@ static bool enabled;
 static const struct kn_ops *inner;
 static struct kn_ops wrapped;
 static struct kn_op_count counts[KN_OP_COUNT];
+static double ns_per_byte, ns_per_operation; /* 0 = not known */
 
 struct cost {
     uint64_t bytes;
@@ -104,6 +105,8 @@ static void count(enum kn_op op, uint64_t start, struct cost c)
     add(&k->calls, 1);
     add(&k->bytes, c.bytes);
     add(&k->operations, c.operations);
+    add(&k->limit_ns,
+        (uint64_t)BT_MAX((double)c.bytes * ns_per_byte, (double)c.operations * ns_per_operation));
 }
 
 #define KN_OP(name, dtypes, what)                                                                  \
@@ -121,6 +124,17 @@ static void count(enum kn_op op, uint64_t start, struct cost c)
 void kn_profile_enable(void)
 {
     enabled = true;
+}
+
+bool kn_profile_enabled(void)
+{
+    return enabled;
+}
+
+void kn_profile_set_rates(double bytes_per_s, double operations_per_s)
+{
+    ns_per_byte = bytes_per_s > 0 ? 1e9 / bytes_per_s : 0;
+    ns_per_operation = operations_per_s > 0 ? 1e9 / operations_per_s : 0;
 }
 
 const struct kn_ops *kn_profile_wrap(const struct kn_ops *ops)
@@ -143,5 +157,6 @@ void kn_profile_read(struct kn_op_count ret[KN_OP_COUNT])
         ret[i].ns = __atomic_load_n(&counts[i].ns, __ATOMIC_RELAXED);
         ret[i].bytes = __atomic_load_n(&counts[i].bytes, __ATOMIC_RELAXED);
         ret[i].operations = __atomic_load_n(&counts[i].operations, __ATOMIC_RELAXED);
+        ret[i].limit_ns = __atomic_load_n(&counts[i].limit_ns, __ATOMIC_RELAXED);
     }
 }

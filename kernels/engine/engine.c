@@ -13,6 +13,7 @@
 #include "common/thr/thread.h"
 #include "common/thr/time.h"
 #include "kernels/core/device.h"
+#include "kernels/core/profile.h"
 
 #include <poll.h>
 #include <stdio.h>
@@ -478,6 +479,9 @@ int kn_engine_create(const struct kn_engine_cfg *cfg,
 
     if (rc < 0) {
         return rc;
+    }
+    if (cfg->profile) {
+        kn_profile_enable();
     }
     e = bt_calloc(1, sizeof(*e));
     if (!e) {

@@ -94,6 +94,7 @@ struct kn_engine_cfg {
     struct kv_keeper *keeper;
     int n_threads;
     const char *isa;
+    bool profile;   /* CPU: its ops are counted; one engine a process then */
     bool invariant; /* device: a request's bits do not depend on what runs beside it */
     enum kv_dtype kv_dtype;
     int page_tokens;
@@ -195,5 +196,14 @@ struct kn_engine_stats {
     uint64_t loads, loads_given_up, loads_short, load_wait_ns, overtakes, swapped, resumed;
 };
 struct kn_engine_stats kn_engine_stats(const struct kn_engine *e); /* any thread */
+
+/* What all calls of one kind of op have cost (kernels/core/profile.h). */
+#define KN_ENGINE_OPS_MAX 16
+struct kn_engine_op {
+    const char *name; /* static */
+    uint64_t calls, ns, limit_ns, bytes, operations;
+};
+/* Those that were called; none without kn_engine_cfg.profile. Any thread. */
+size_t kn_engine_ops(struct kn_engine_op ret[KN_ENGINE_OPS_MAX]);
 
 #endif

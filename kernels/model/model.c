@@ -5,12 +5,16 @@
 #include "kernels/model/model_int.h"
 
 #include "common/base/buf.h"
+#include "common/thr/time.h"
+#include "kernels/core/limits.h"
 #include "kernels/core/profile.h"
 #include "kernels/core/registry.h"
 #include "kernels/cpu/team.h"
 
 #include <stdlib.h>
 #include <sys/mman.h>
+
+#define LIMIT_NS (8 * BT_NS_PER_MS)
 
 struct kn_model {
     struct kn_model_cfg cfg; /* file borrowed; isa not kept */
@@ -162,6 +166,19 @@ static int create_on_device(struct kn_model *m, struct bt_err *err)
     return kn_weights_load(m->cfg.file, m->arch, &to, &m->weights, err);
 }
 
+/* The limits that the profile holds ops against, from the weights as they lie in memory. */
+static void measure_limits(const struct kn_model *m)
+{
+    const struct bt_mem_region *r = &m->weights.region;
+    const char *name;
+
+    if (kn_profile_enabled() && r->base) {
+        double read = kn_limit_read(m->cfg.n_threads, LIMIT_NS, r->base, r->bytes);
+
+        kn_profile_set_rates(read, kn_limit_mac(m->cfg.n_threads, LIMIT_NS, &name));
+    }
+}
+
 static int create_on_cpu(struct kn_model *m, const char *isa, struct bt_err *err)
 {
     struct kn_weights_to to = {0};
@@ -186,6 +203,7 @@ static int create_on_cpu(struct kn_model *m, const char *isa, struct bt_err *err
     bt_model_rope_freqs(m->cfg.file, m->freqs);
     m->stream.team = m->team;
     m->fwd.ops = kn_profile_wrap(to.ops);
+    measure_limits(m);
     m->fwd.stream = &m->stream;
     return BT_OK;
 }

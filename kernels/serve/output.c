@@ -217,7 +217,7 @@ int kn_output_send_welcome(struct kn_session *ses)
     return bt_rpc_call_send(ses->call, &m.base);
 }
 
-int kn_output_send_load(struct kn_session *ses)
+int kn_output_send_load(struct kn_session *ses, bool heartbeat)
 {
     Baton__V1__NodeMessage m = BATON__V1__NODE_MESSAGE__INIT;
     Baton__V1__NodeLoad l = BATON__V1__NODE_LOAD__INIT;
@@ -225,6 +225,7 @@ int kn_output_send_load(struct kn_session *ses)
     struct kn_engine_stats st = kn_engine_stats(s->engine);
     struct kv_pool_stats pool = kv_pool_stats(kn_engine_pool(s->engine));
     struct kn_cache_load buf;
+    struct kn_op_rows ops;
     uint64_t now = bt_now_ns();
 
     l.pages_free = kv_pool_stats_room(&pool);
@@ -237,6 +238,8 @@ int kn_output_send_load(struct kn_session *ses)
         l.oldest_ms = (uint32_t)BT_MIN((now - st.oldest_ns) / BT_NS_PER_MS, UINT64_C(1) << 31);
     }
     kn_cache_fill_load(s, &buf, &l);
+    l.n_ops = heartbeat ? kn_ops_fill(&ops) : 0;
+    l.ops = ops.ptrs;
     l.draining = s->state != KN_SERVE_READY;
     m.kind_case = BATON__V1__NODE_MESSAGE__KIND_LOAD;
     m.load = &l;
@@ -249,6 +252,7 @@ void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call)
     struct kn_engine_stats st = kn_engine_stats(s->engine);
     struct kv_pool_stats pool = kv_pool_stats(kn_engine_pool(s->engine));
     struct kv_handoff_stats ho = {0};
+    struct kn_op_rows ops;
     struct timespec now;
 
     if (s->handoff) {
@@ -303,6 +307,8 @@ void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call)
         m.tier_disk_load_rate = t.disk.bytes_per_s;
     }
     kn_store_status(s, &m);
+    m.n_ops = kn_ops_fill(&ops);
+    m.ops = ops.ptrs;
     m.numerics = (char *)(uintptr_t)kn_engine_numerics(s->engine);
     m.transports = s->conf->net_transports;
     m.sessions = s->n_sessions;

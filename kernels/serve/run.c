@@ -77,13 +77,13 @@ static void on_heartbeat(struct bt_loop *loop, struct bt_timer *t)
 {
     struct kn_serve *s = BT_CONTAINER_OF(t, struct kn_serve, heartbeat);
 
-    kn_session_broadcast_load(s);
+    kn_session_broadcast_load(s, true);
     bt_timer_start(loop, t, bt_loop_now(loop) + s->conf->heartbeat_ns);
 }
 
 static void on_load_soon(struct bt_loop *loop, struct bt_timer *t)
 {
-    kn_session_broadcast_load(BT_CONTAINER_OF(t, struct kn_serve, load_soon));
+    kn_session_broadcast_load(BT_CONTAINER_OF(t, struct kn_serve, load_soon), false);
 }
 
 static void on_shut(void *arg)
@@ -145,7 +145,7 @@ static void drain(struct kn_serve *s, const char *why)
     if (bt_registry_update(s->registry, &s->self) < 0) {
         BT_WARN("drain", "msg=\"the membership still says ready\"");
     }
-    kn_session_broadcast_load(s);
+    kn_session_broadcast_load(s, true);
     bt_timer_start(s->loop, &s->drain_limit, bt_deadline_ns(s->conf->drain_timeout_ns));
     kn_serve_changed(s);
 }
@@ -278,6 +278,7 @@ static int open_engine(struct kn_serve *s, struct bt_err *err)
         .mem = &bt_mem_host,
         .n_threads = c->threads ? (int)c->threads : bt_cpus_usable(),
         .isa = kn_serve_isas[c->isa],
+        .profile = c->profile,
         .invariant = c->numerics == 1,
         .kv_dtype = (enum kv_dtype)c->kv_dtype,
         .page_tokens = (int)c->page_tokens,

@@ -29,7 +29,7 @@ struct kn_serve_conf {
     int isa, kv_dtype, bring; /* kn_serve_isas, kn_serve_kv_dtypes, kn_serve_brings */
     int device;               /* kn_serve_devices */
     int numerics;             /* kn_serve_numerics */
-    bool prefix_cache;
+    bool prefix_cache, profile;
     uint64_t pool_bytes, max_queued_bytes;
     char *keeper_socket;
     uint64_t keeper_wait_ns;
@@ -86,6 +86,9 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
                      "the requests beside it (the CPU's never do)."),                              \
         BT_CONF_INT(S, f.page_tokens, "engine.page_tokens", "16", 8, 256,                          \
                     "Tokens a KV page holds; a power of two."),                                    \
+        BT_CONF_BOOL(S, f.profile, "engine.profile", "on",                                         \
+                     "Count time, bytes and operations of each op on the CPU, for the routers' "   \
+                     "metrics."),                                                                  \
         BT_CONF_BOOL(S, f.prefix_cache, "engine.prefix_cache", "on",                               \
                      "Reuse the KV of prompts and answers that begin like earlier ones."),         \
         BT_CONF_ENUM(S, f.bring, "engine.bring", "cheaper", kn_serve_brings,                       \

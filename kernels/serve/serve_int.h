@@ -111,8 +111,8 @@ extern const struct bt_rpc_method kn_session_methods[];
 extern const size_t kn_session_n_methods;
 /* Takes the outputs of one step to their sessions and frees the step. */
 void kn_session_step(struct kn_serve *s, struct kn_step *take_step);
-/* Sends the load to every session. */
-void kn_session_broadcast_load(struct kn_serve *s);
+/* Sends the load to every session, at heartbeats with what ops have cost. */
+void kn_session_broadcast_load(struct kn_serve *s, bool heartbeat);
 /* Ends every session with `status`. */
 void kn_session_end_all(struct kn_serve *s, int status, const char *text);
 
@@ -143,6 +143,12 @@ void kn_cache_fill_load(struct kn_serve *s, struct kn_cache_load *buf, Baton__V1
 int kn_tiers_open(struct kn_serve *s, struct bt_err *err) BT_MUST_USE;
 /* After the engine has stopped. */
 void kn_tiers_close(struct kn_serve *s);
+
+/* ops.c: what ops have cost. `buf` holds what the message points to; none if nothing is counted. */
+struct kn_op_rows {
+    Baton__V1__OpCount rows[KN_ENGINE_OPS_MAX], *ptrs[KN_ENGINE_OPS_MAX];
+};
+size_t kn_ops_fill(struct kn_op_rows *buf);
 
 /* store.c: the node's part in the KV store; between kn_tiers_open and the engine's start. */
 int kn_store_open(struct kn_serve *s, struct bt_err *err) BT_MUST_USE;
@@ -176,7 +182,7 @@ int kn_output_send_step(struct kn_session *ses) BT_MUST_USE;
 int kn_output_send_error(struct kn_session *ses, uint64_t stream_id, int rc, const char *text)
     BT_MUST_USE;
 int kn_output_send_welcome(struct kn_session *ses) BT_MUST_USE;
-int kn_output_send_load(struct kn_session *ses) BT_MUST_USE;
+int kn_output_send_load(struct kn_session *ses, bool heartbeat) BT_MUST_USE;
 void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call);
 
 /* run.c: a stream has ended or the load has changed otherwise. */

@@ -121,7 +121,7 @@ static void on_hello(struct kn_session *ses, const Baton__V1__RouterHello *hello
     ses->welcomed = true;
     BT_INFO("session", "router=%s peer=%s", ses->router, bt_rpc_call_peer(ses->call));
     check_sent(ses, kn_output_send_welcome(ses));
-    check_sent(ses, kn_output_send_load(ses));
+    check_sent(ses, kn_output_send_load(ses, true));
 }
 
 static void on_start(struct kn_session *ses, const Baton__V1__StartRequest *req)
@@ -317,14 +317,14 @@ void kn_session_step(struct kn_serve *s, struct kn_step *take_step)
     }
 }
 
-void kn_session_broadcast_load(struct kn_serve *s)
+void kn_session_broadcast_load(struct kn_serve *s, bool heartbeat)
 {
     bt_list_for_each_safe (it, &s->sessions) {
         struct kn_session *ses = BT_LIST_ENTRY(it, struct kn_session, link);
 
         if (ses->welcomed && !ses->closing) {
             kn_cache_pump(ses);
-            check_sent(ses, kn_output_send_load(ses));
+            check_sent(ses, kn_output_send_load(ses, heartbeat));
         }
     }
     s->cache.n_samples = 0;

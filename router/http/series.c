@@ -271,6 +271,53 @@ static int put_nodes(const struct rt_router *r, struct bt_buf *b)
     return rc;
 }
 
+static double op_value(const struct rt_op *op, int f)
+{
+    return f == 0   ? (double)op->us / 1e6
+           : f == 1 ? (double)op->limit_us / 1e6
+           : f == 2 ? (double)op->bytes
+           : f == 3 ? (double)op->operations
+                    : (double)op->calls;
+}
+
+/* What the ops of each node have cost. */
+static int put_ops(const struct rt_router *r, struct bt_buf *b)
+{
+    static const struct {
+        const char *name, *help;
+    } rows[] = {
+        {"baton_router_node_op_seconds_total", "Time of the engine's ops, by kind."},
+        {"baton_router_node_op_limit_seconds_total",
+         "What their bytes or operations, whichever take longer, would take at the rates that the "
+         "node measured as it started."},
+        {"baton_router_node_op_bytes_total",
+         "Bytes that they must move at least: weights, KV and activations once."},
+        {"baton_router_node_op_operations_total",
+         "Operations of their products, two a multiply-add."},
+        {"baton_router_node_op_calls_total", "Calls."},
+    };
+    char label[192];
+    int rc = BT_OK;
+
+    for (int f = 0; rc == BT_OK && f < (int)BT_ARRAY_LEN(rows); f++) {
+        rc = rt_http_put_help(b, rows[f].name, "counter", rows[f].help);
+        bt_list_for_each (it, &r->nodes) {
+            const struct rt_node *n = BT_LIST_ENTRY(it, struct rt_node, link);
+
+            for (uint32_t t = 0; n->state == RT_NODE_READY && n->name[0] && t < n->n_targets; t++) {
+                const struct rt_target *target = &n->targets[t];
+
+                for (unsigned i = 0; rc == BT_OK && i < target->n_ops; i++) {
+                    snprintf(label, sizeof(label), "node=\"%s\",rank=\"%u\",op=\"%s\"", n->name, t,
+                             target->ops[i].name);
+                    rc = put_one(b, rows[f].name, label, op_value(&target->ops[i], f));
+                }
+            }
+        }
+    }
+    return rc;
+}
+
 /* What pickers need to turn usage into blocks, and what this is. */
 static int put_info(const struct rt_router *r, struct bt_buf *b)
 {
@@ -315,7 +362,7 @@ int rt_http_put_series(const struct rt_router *r, struct bt_buf *b)
     int rc;
 
     if ((rc = put_times(s, b)) < 0 || (rc = put_stages(s, b)) < 0 || (rc = put_tiers(s, b)) < 0 ||
-        (rc = put_tenants(s, b)) < 0 || (rc = put_nodes(r, b)) < 0) {
+        (rc = put_tenants(s, b)) < 0 || (rc = put_nodes(r, b)) < 0 || (rc = put_ops(r, b)) < 0) {
         return rc;
     }
     return put_info(r, b);

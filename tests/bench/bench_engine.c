@@ -17,6 +17,7 @@
 #include "common/base/buf.h"
 #include "common/thr/thread.h"
 #include "common/thr/time.h"
+#include "kernels/core/limits.h"
 #include "kernels/core/profile.h"
 #include "kernels/engine/engine.h"
 #include "tests/bench/peer.h"
@@ -26,12 +27,14 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <time.h>
 
 #define MAX_RUNS      32
 #define MAX_BATCH     64
 #define DECODE_PROMPT 16
 #define DECODE_TOKENS 64
+#define PROBE_NS      (100 * BT_NS_PER_MS)
 
 struct bench {
     bool json, cpu, profile;
@@ -177,14 +180,29 @@ static double prefill_ops(const struct bench *b, double n)
     return 2 * b->block_weights * n + 2 * (b->matmul_weights - b->block_weights) + attn;
 }
 
+/* Bytes a second, from a buffer of the weights' size. Call it before every run and take medians. */
+static double read_rate(const struct bench *b)
+{
+    static char *buf; /* kept */
+    size_t n = (size_t)b->weight_bytes;
+
+    if (!buf) {
+        buf = mmap(NULL, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        BT_BUG_ON(buf == MAP_FAILED);
+        madvise(buf, n, MADV_HUGEPAGE);
+        memset(buf, 1, n);
+    }
+    return kn_limit_read(b->threads, PROBE_NS, buf, n);
+}
+
 /* Tokens a second that the machine allows, now. */
 static double ceiling(const struct bench *b, bool decode, uint32_t n, const char **ret_name)
 {
     if (decode) {
         *ret_name = "memory read";
-        return probe_read_bytes_per_s(b->threads, (size_t)b->weight_bytes) * n / b->weight_bytes;
+        return read_rate(b) * n / b->weight_bytes;
     }
-    return probe_mac_ops_per_s(b->threads, ret_name) * n / prefill_ops(b, n);
+    return kn_limit_mac(b->threads, PROBE_NS, ret_name) * n / prefill_ops(b, n);
 }
 
 static double median_ratio(const double *a, const double *b, int n)
@@ -201,9 +219,9 @@ static double median_ratio(const double *a, const double *b, int n)
 static void print_profile(const struct bench *b, const struct kn_op_count *then)
 {
     struct kn_op_count now[KN_OP_COUNT];
-    double read = probe_read_bytes_per_s(b->threads, (size_t)b->weight_bytes), total = 0;
+    double read = read_rate(b), total = 0;
     const char *name;
-    double mac = probe_mac_ops_per_s(b->threads, &name);
+    double mac = kn_limit_mac(b->threads, PROBE_NS, &name);
     bool shown[KN_OP_COUNT] = {false};
     FILE *to = b->json ? stderr : stdout;
 

@@ -9,7 +9,7 @@ import time
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster import SLOW, eventually
+from cluster import DEVICE, SLOW, eventually
 from fakenode import FakeNode
 from test_http import Http
 from wire import AUTO, DIRECT, LOCAL, STORE, cls, request
@@ -237,6 +237,60 @@ def test_MET_01_series_are_bounded(cluster):
     assert total == 181
     f = inspect(c, "GetFigures", "GetFiguresRequest", "Figures")
     assert f.recent == 16 and f.tokens == 181
+
+
+def ops_of(s, what):
+    """{(node, op): value} of baton_router_node_op_<what>_total."""
+    name = f"baton_router_node_op_{what}_total"
+    return {(dict(k[1:])["node"], dict(k[1:])["op"]): v for k, v in s.items() if k[0] == name}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="ops are counted on the CPU")
+def test_what_ops_cost(cluster):
+    c = cluster(router_args=HTTP)
+    http = Http(c)
+    c.client.generate(ids=list(range(3, 203)), max_tokens=10, ignore_eos=True, path=DIRECT)
+    steps = c.status("decode-0").steps
+
+    def told():
+        s = series(http)
+        calls = ops_of(s, "calls")
+        return s if calls.get(("decode-0", "attention"), 0) >= 3 * steps and ("prefill-0", "attention") in calls else None
+    s = eventually(told, 20, "routers hear of all steps")
+    calls, seconds, limit = (ops_of(s, w) for w in ("calls", "seconds", "limit_seconds"))
+    # Three layers, one pass a step; the prefill node computes 200 tokens in one.
+    assert calls["decode-0", "attention"] == 3 * steps and calls["prefill-0", "attention"] == 3
+    # Scores and values of 200 causal rows, 4 heads of 16, in two layers; in the last one of one row.
+    assert ops_of(s, "operations")["prefill-0", "attention"] == 4 * (2 * (200 * 201 // 2) + 200) * 4 * 16
+    assert ops_of(s, "bytes")["prefill-0", "matmul"] > 0
+    assert seconds.keys() == limit.keys() == calls.keys()
+    for key, value in seconds.items():
+        assert value > 0 or calls[key] < 1000, key
+    assert 0 < limit["prefill-0", "matmul"]
+    status = {o.op: o for o in c.status("prefill-0").ops}
+    assert status["attention"].calls == 3 and set(status) == {op for node, op in calls if node == "prefill-0"}
+    # As many series as there are kinds, whatever is asked.
+    for i in range(20):
+        c.client.generate(ids=list(range(3, 23 + i)), max_tokens=3, path=AUTO)
+    assert ops_of(series(http), "calls").keys() == calls.keys()
+
+
+def test_op_names_from_nodes_are_checked(cluster):
+    def on_start(session, start):
+        session.output(start.stream_id, tokens=[5], finish=1)
+    p = FakeNode("p", "both", digest=None, on_start=on_start)
+    try:
+        c = cluster(prefill=0, decode=0, redis=False, seeds=[p.address], wait=False, router_args=HTTP)
+        c.allow("event=node node=p .*to=lost")
+        p.set_digest(bytes.fromhex(c.client.model().digest))
+        eventually(lambda: c.ready_nodes() == ["p"], 10, "fake is ready")
+        names = ["good_1", "", "a" * 16, 'a"b', "a b", "A", *(f"op{i}" for i in range(40))]
+        p.sessions[-1].load(pages_free=100, ops=[{"op": n, "calls": 1, "us": 5} for n in names])
+        s = eventually(lambda: (x := series(Http(c))) and ops_of(x, "calls") and x, 10, "the load is in")
+        assert set(ops_of(s, "calls")) == {("p", n) for n in ["good_1", *(f"op{i}" for i in range(15))]}
+        assert ops_of(s, "seconds")["p", "good_1"] == pytest.approx(5e-6)
+    finally:
+        p.stop()
 
 
 def test_names_that_gateways_read(cluster):

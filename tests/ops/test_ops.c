@@ -483,6 +483,11 @@ static void test_profile(void **state)
         assert_int_equal(counts[i].calls, i == KN_OP_gather ? 2 : 0);
     }
     assert_int_equal(counts[KN_OP_gather].bytes, 2 * 2 * sizeof(out)); /* read and written */
+    assert_int_equal(counts[KN_OP_gather].limit_ns, 0);                /* no rates yet */
+    kn_profile_set_rates(1e9, 1e9);
+    counting->gather(&none, &a);
+    kn_profile_read(counts);
+    assert_int_equal(counts[KN_OP_gather].limit_ns, 2 * sizeof(out)); /* a byte takes 1 ns */
 }
 
 int main(void)
