@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Put and get rates of the KV store between two processes, over shared memory and over TCP, beside
 # the lower of memcpy and ucx_perftest in the same run (bench_store.c); then the gap between first and
-# second token colocated, directly and through the store, with the quickstart model (store_gap.py; left out
+# second token colocated, directly and through the store, with the quickstart model (second_token.py; left out
 # with BATON_BENCH_GAP=0, alone with BATON_BENCH_GAP=only).
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../../deploy/lib.sh"
@@ -29,4 +29,4 @@ fi
     ensure_model
     ninja -C "$build"
 } >&2
-BATON_TEST_BUILD=$build "$TEST_VENV/bin/python" "$ROOT_DIR/tests/bench/store_gap.py" --model "$MODEL_FILE" "$@"
+BATON_TEST_BUILD=$build "$TEST_VENV/bin/python" "$ROOT_DIR/tests/bench/second_token.py" --store --model "$MODEL_FILE" "$@"

@@ -4,8 +4,9 @@ memory, new connections. One real router on one core; a simulated node and the c
     front.py --model FILE [--case NAME]... [--streams N] [--seconds S] [--step-us N] [--json]
 
 Cases: http and grpc (tokens), first-http and first-grpc (one stream at a time), fresh (a new
-connection for every request), long (a prompt of 4,000 ids: processor time a request), apart (the
-same apart: a request, a message to a client, a token of a node).
+connection for every request), long (a prompt of 4,000 ids: processor time a request). router, which
+is the benchmark of that name and runs only when asked for, takes it apart: what a request, a message to
+a client, a token of a node cost, in processor time and in time, beside what each may cost.
 Rates are what the router's core allows only where the clients are not the limit; processor time of
 the router a token says which it is.
 """
@@ -24,7 +25,8 @@ sys.path.insert(0, str(ROOT / "tests/integ"))
 from cluster import Cluster, eventually  # noqa: E402
 from wire import BUILD  # noqa: E402
 
-CASES = ("http", "grpc", "first-http", "first-grpc", "fresh", "long", "apart")
+CASES = ("http", "grpc", "first-http", "first-grpc", "fresh", "long")
+PROMPT = 4000  # ids: no text, so nothing is tokenized
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -64,8 +66,8 @@ class Bench:
         self.address = self.node.stdout.readline().split()[1]
         self.cluster = Cluster(o.model, prefill=0, decode=0, redis=False, seeds=[self.address], router_args=args)
         eventually(lambda: self.cluster.ready_nodes(), 15, "node ready")
-        self.router = self.cluster.procs["router"]
-        pin(self.router.p.pid, self.own)
+        self.router_process = self.cluster.procs["router"]
+        pin(self.router_process.p.pid, self.own)
 
     def stop(self):
         self.cluster.kill_all()
@@ -73,19 +75,19 @@ class Bench:
         self.node.wait()
 
     def load(self, kind, **more):
-        target = self.address if kind == "node" else self.router.ready["http" if kind == "http" else "listen"]
+        target = self.address if kind == "node" else self.router_process.ready["http" if kind == "http" else "listen"]
         cmd = [str(BUILD / "tests/front_load"), kind, target]
         for k, v in more.items():
             cmd += [f"--{k}"] if v is True else [f"--{k}", str(v)]
         p = subprocess.Popen(cmd, stdout=subprocess.PIPE, text=True)
         os.sched_setaffinity(p.pid, self.others)
         time.sleep(1)  # as long as the load warms up
-        begin, peak = cpu_s(self.router.p.pid), 0
+        begin, peak = cpu_s(self.router_process.p.pid), 0
         end = time.monotonic() + more["seconds"]
         while time.monotonic() < end:
             time.sleep(min(0.2, max(0, end - time.monotonic())))
-            peak = max(peak, rss_mb(self.router.p.pid))
-        used = cpu_s(self.router.p.pid) - begin
+            peak = max(peak, rss_mb(self.router_process.p.pid))
+        used = cpu_s(self.router_process.p.pid) - begin
         out = json.loads(p.communicate(timeout=60)[0])
         if out["errors"]:
             sys.exit(f"{kind}: {out['errors']} errors")
@@ -123,24 +125,46 @@ class Bench:
         self.print("fresh", "first_token_max_ms", r["first_max_ms"], "ms")
         self.print("fresh", "cpu_us_per_request", 1e6 * r["router_cpu_s"] / max(r["requests"], 1), "us")
 
-    def apart(self):
-        """What the router spends on a request of 4,000 ids, on a message to a client, on a token of a
-        node: the last two from steps of one token and of eight, at 64 streams."""
-        rss = rss_mb(self.router.p.pid)
-        r = self.load("grpc", streams=4, seconds=self.o.seconds, tokens=1, prompt=4000)
-        request = 1e6 * r["router_cpu_s"] / r["requests"]
-        cost = []
-        for burst in (1, 8):
-            self.stop()
-            self.start(self.o.step_us, burst)
-            r = self.load("grpc", streams=64, seconds=self.o.seconds, tokens=401)
-            cost.append(1e6 * r["router_cpu_s"] / r["tokens"])
-        # cost of a token: one = message + token; eight = message / 8 + token
-        message = (cost[0] - cost[1]) * 8 / 7
-        for metric, value, unit in (("cpu_us_per_request", request, "us"), ("rss_mb", rss, "MB"),
-                                    ("cpu_us_per_client_message", message, "us"),
-                                    ("cpu_us_per_node_token", cost[0] - message, "us")):
-            self.print("64 streams", metric, value, unit)
+    def router_line(self, metric, value, unit, target=None):
+        line = {"bench": "router", "case": "64 streams", "metric": metric, "value": round(value, 3), "unit": unit}
+        text = f"router  {metric:28} {value:10.2f} {unit}"
+        if target:
+            line |= {"ceiling": "target", "ceiling_value": target, "ratio": round(target / value, 3)}
+            text += f"  (at most {target})"
+        print(json.dumps(line) if self.o.json else text, flush=True)
+
+    def restart(self, step_us, burst):
+        self.stop()
+        self.start(step_us, burst)
+
+    def router(self):
+        """Processor time and time of a request of 4,000 ids, of a message to a client, of a token of a
+        node. A stream's tokens come one and eight a step: a token's cost is message + token, or
+        message / 8 + token. Time of a token: between two of them when nodes send more than the router
+        can take."""
+        o = self.o
+        self.router_line("rss_mb", self.idle_mb, "MB", 60)
+        r = self.load("grpc", streams=4, seconds=o.seconds, tokens=1, prompt=PROMPT)
+        self.router_line("cpu_us_per_request", 1e6 * r["router_cpu_s"] / r["requests"], "us", 50)
+        first = {"grpc": [], "node": []}
+        for _ in range(3):
+            for k, list_ in first.items():
+                list_.append(self.load(k, streams=1, seconds=o.seconds / 4, tokens=1, prompt=PROMPT)["first_p50_ms"])
+        routed, direct = (1e3 * statistics.median(v) for v in first.values())
+        self.router_line("time_us_per_request", routed - direct, "us")
+        cost = {1: [], 8: []}
+        for burst in (1, 8, 1, 8, 1, 8):
+            self.restart(o.step_us, burst)
+            r = self.load("grpc", streams=64, seconds=o.seconds / 2, tokens=401)
+            cost[burst].append(1e6 * r["router_cpu_s"] / r["tokens"])
+        one, eight = (statistics.median(v) for v in cost.values())
+        message = (one - eight) * 8 / 7
+        self.router_line("cpu_us_per_client_message", message, "us", 15)
+        self.router_line("cpu_us_per_node_token", one - message, "us", 2)
+        self.restart(200, 1)
+        r = self.load("grpc", streams=64, seconds=o.seconds / 2, tokens=401)
+        self.router_line("time_us_per_token", 1e6 * r["seconds"] / r["tokens"], "us")
+        self.router_line("core_busy", r["router_cpu_s"] / r["seconds"], "")
 
     def long(self):
         for kind in ("grpc", "http"):
@@ -151,7 +175,7 @@ class Bench:
 def main():
     a = argparse.ArgumentParser()
     a.add_argument("--model", required=True)
-    a.add_argument("--case", action="append", choices=CASES)
+    a.add_argument("--case", action="append", choices=(*CASES, "router"))
     a.add_argument("--streams", type=int, action="append")
     a.add_argument("--seconds", type=float, default=8)
     a.add_argument("--step-us", type=int, default=10000)
@@ -162,7 +186,9 @@ def main():
     b = Bench(o)
     b.start(o.step_us)
     try:
-        b.print("idle", "rss_mb", rss_mb(b.router.p.pid), "MB")
+        b.idle_mb = rss_mb(b.router_process.p.pid)
+        if o.case != ["router"]:
+            b.print("idle", "rss_mb", b.idle_mb, "MB")
         for case in o.case or CASES:
             if case.startswith("first-"):
                 b.first(case.removeprefix("first-"))
