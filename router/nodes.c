@@ -11,6 +11,7 @@
 #include "common/base/buf.h"
 #include "common/obs/log.h"
 #include "common/thr/time.h"
+#include "proto/wire/session.h"
 
 #include <stdlib.h>
 
@@ -115,11 +116,13 @@ static bool fits_model(struct rt_node *n, const Baton__V1__NodeWelcome *w)
     const uint8_t *ours = rt_model_digest(n->router->model);
     char a[17], b[17];
 
-    if (w->wire_version != RT_WIRE_VERSION) {
-        snprintf(n->reason, sizeof(n->reason), "wire version %u, this router speaks %d",
-                 w->wire_version, RT_WIRE_VERSION);
+    if (!wire_session_speaks(w->wire_version)) {
+        snprintf(n->reason, sizeof(n->reason),
+                 "session version %u, this router speaks %d to %d and asked for one of them",
+                 w->wire_version, WIRE_SESSION_VERSION_MIN, WIRE_SESSION_VERSION);
         return false;
     }
+    n->wire_version = w->wire_version;
     if (n->role == RT_ROLE_STORE) { /* holds blocks of any model; their keys tell */
         return true;
     }
@@ -405,7 +408,8 @@ static int open_session(struct rt_node *n, struct bt_err *err)
     if (!n->channel) {
         rc = bt_rpc_channel_create(n->router->loop, n->address, &cc, &n->channel, err);
     }
-    hello.wire_version = RT_WIRE_VERSION;
+    hello.wire_version = WIRE_SESSION_VERSION_MIN;
+    hello.wire_version_max = WIRE_SESSION_VERSION;
     hello.router = n->router->name;
     hello.incarnation = n->router->incarnation;
     m.kind_case = BATON__V1__ROUTER_MESSAGE__KIND_HELLO;

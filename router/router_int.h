@@ -26,7 +26,6 @@
 #include "router/trace.h"
 #include "router/work.h"
 
-#define RT_WIRE_VERSION 1
 #define RT_MAX_NODES    1024
 #define RT_MAX_RANKS    64 /* of a node; more are not used */
 #define RT_MAX_EXCLUDED 8
@@ -210,6 +209,7 @@ struct rt_node {
     uint64_t n_ever;           /* legs sent in all sessions */
     bool cordoned;
     char version[RT_VERSION_MAX];
+    uint32_t wire_version;     /* of the session (proto/wire/session.h) */
     struct rt_target *targets; /* [n_targets], at least one */
     uint32_t n_targets;
 

@@ -196,7 +196,7 @@ int kn_output_send_welcome(struct kn_session *ses)
     const struct bt_model_config *mc = kn_engine_config(s->engine);
     const struct kv_layout *layout = kv_pool_layout(kn_engine_pool(s->engine));
 
-    w.wire_version = KN_WIRE_VERSION;
+    w.wire_version = ses->version;
     w.name = (char *)(uintptr_t)s->name;
     w.incarnation = s->incarnation;
     w.role = (char *)(uintptr_t)s->role->name;

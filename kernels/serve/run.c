@@ -19,6 +19,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#define BLOCKS_WIRE     1
 #define LOAD_SOON_NS    (10 * BT_NS_PER_MS) /* a change is told to routers this much later */
 #define CANCEL_LIMIT_NS (30 * BT_NS_PER_S)  /* for the proofs after the drain limit */
 #define SHUTDOWN_NS     (1 * BT_NS_PER_S)   /* for the last messages to routers */
@@ -190,11 +191,13 @@ static int add_field(struct bt_buf *b, const char *tag, const void *p, size_t n)
     return rc < 0 ? rc : bt_buf_add(b, p, n);
 }
 
-/* What two nodes must have in common to exchange blocks; every field tagged and length-prefixed. */
+/* What two nodes must have in common to exchange blocks; every field tagged and length-prefixed.
+ * "wire" is the layout of blocks between pools, none of the versions that sessions and handoffs
+ * agree about: with those in it no node could be paired with one of the version before. */
 static int make_compat(const struct kn_serve *s, uint8_t ret[32], struct bt_err *err)
 {
     const char *numerics = kn_engine_numerics(s->engine);
-    uint32_t wire = KN_WIRE_VERSION, epoch = KN_WEIGHT_EPOCH;
+    uint32_t wire = BLOCKS_WIRE, epoch = KN_WEIGHT_EPOCH;
     struct bt_buf b = {.max = 4096};
     int rc = BT_OK;
 

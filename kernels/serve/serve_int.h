@@ -12,7 +12,6 @@
 #include "kvstore/store/server.h"
 #include "proto/node.pb-c.h"
 
-#define KN_WIRE_VERSION 1
 #define KN_MAX_SESSIONS 256
 #define KN_WEIGHT_EPOCH 1
 #define KN_N_SAMPLES    64 /* steps whose cost is told with a load */
@@ -76,6 +75,7 @@ struct kn_session {
     struct bt_list link;
     struct kn_serve *serve;
     struct bt_rpc_call *call;
+    uint32_t version; /* of the session (proto/wire/session.h), from the welcome on */
     bool welcomed;
     bool closing; /* finish was called */
     char router[64];

@@ -8,6 +8,7 @@
 
 #include "common/base/buf.h"
 #include "common/obs/log.h"
+#include "proto/wire/session.h"
 
 #include <ctype.h>
 #include <stdlib.h>
@@ -95,17 +96,14 @@ static void replace_older(struct kn_session *ses)
 static void on_hello(struct kn_session *ses, const Baton__V1__RouterHello *hello)
 {
     size_t n = strlen(hello->router);
+    struct bt_err err = {0};
 
     if (ses->welcomed) {
         end_session(ses, BT_RPC_INVALID_ARGUMENT, "second hello");
         return;
     }
-    if (hello->wire_version != KN_WIRE_VERSION) {
-        char text[96];
-
-        snprintf(text, sizeof(text), "wire version %u, this node speaks %d", hello->wire_version,
-                 KN_WIRE_VERSION);
-        end_session(ses, BT_RPC_FAILED_PRECONDITION, text);
+    if (wire_session_pick(hello->wire_version, hello->wire_version_max, &ses->version, &err) < 0) {
+        end_session(ses, BT_RPC_FAILED_PRECONDITION, err.msg);
         return;
     }
     if (n == 0 || n >= sizeof(ses->router)) {
@@ -119,7 +117,8 @@ static void on_hello(struct kn_session *ses, const Baton__V1__RouterHello *hello
     }
     ses->incarnation = hello->incarnation;
     ses->welcomed = true;
-    BT_INFO("session", "router=%s peer=%s", ses->router, bt_rpc_call_peer(ses->call));
+    BT_INFO("session", "router=%s version=%u peer=%s", ses->router, ses->version,
+            bt_rpc_call_peer(ses->call));
     check_sent(ses, kn_output_send_welcome(ses));
     check_sent(ses, kn_output_send_load(ses, true));
 }

@@ -5,11 +5,11 @@
 #include "common/obs/log.h"
 #include "common/thr/time.h"
 #include "kvstore/store/follow.h"
+#include "proto/wire/session.h"
 
 #include <stdlib.h>
 
 #define RING         (1u << 17)
-#define WIRE_VERSION 1
 #define MAX_SESSIONS 256
 #define HELD         512
 
@@ -27,6 +27,7 @@ struct session {
     struct kv_tell *tell;
     struct bt_rpc_call *call;
     struct kv_follow follow;
+    uint32_t version; /* in use, from the welcome on */
     bool welcomed, closing;
 };
 
@@ -81,7 +82,7 @@ static int send_welcome(struct session *ses)
     Baton__V1__NodeWelcome w = BATON__V1__NODE_WELCOME__INIT;
     const struct bt_member *self = ses->tell->cfg.self;
 
-    w.wire_version = WIRE_VERSION;
+    w.wire_version = ses->version;
     w.name = (char *)(uintptr_t)self->name; /* read only by the serialiser */
     w.incarnation = self->incarnation;
     w.role = (char *)(uintptr_t)bt_role_name(BT_ROLE_KVSTORE);
@@ -117,14 +118,13 @@ void kv_tell_open(struct bt_rpc_call *call, struct kv_tell *t)
 
 static void on_hello(struct session *ses, const Baton__V1__RouterHello *hello)
 {
-    char text[96];
+    struct bt_err err = {0};
 
     if (ses->welcomed) {
         end(ses, BT_RPC_INVALID_ARGUMENT, "second hello");
-    } else if (hello->wire_version != WIRE_VERSION) {
-        snprintf(text, sizeof(text), "wire version %u, this daemon speaks %d", hello->wire_version,
-                 WIRE_VERSION);
-        end(ses, BT_RPC_FAILED_PRECONDITION, text);
+    } else if (wire_session_pick(hello->wire_version, hello->wire_version_max, &ses->version,
+                                 &err) < 0) {
+        end(ses, BT_RPC_FAILED_PRECONDITION, err.msg);
     } else {
         ses->welcomed = true;
         check_sent(ses, send_welcome(ses));

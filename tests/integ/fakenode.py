@@ -14,6 +14,7 @@ class Session:
 
     def __init__(self, node, context):
         self.node, self.context, self.out, self.welcomed = node, context, queue.Queue(), False
+        self.refused = threading.Event()
         self.cancelled = []
 
     def send(self, **kw):
@@ -35,7 +36,7 @@ class Session:
 
 
 class FakeNode:
-    def __init__(self, name, role, digest=None, incarnation=1, on_start=None, cache=None, **welcome):
+    def __init__(self, name, role, digest=None, incarnation=1, on_start=None, cache=None, refuse=None, **welcome):
         # With follow(session, message) and load(); a list: one a rank. None: none, as an old node.
         self.cache = cache
         self.caches = cache if isinstance(cache, list) else [cache]
@@ -46,10 +47,11 @@ class FakeNode:
                             numerics="fake/1", weight_epoch=1, net_address="127.0.0.1:9",
                             context_tokens=8192, page_tokens=16, pages_total=1000, heartbeat_ms=100)
         self.welcome.update(welcome)
+        self.refuse = refuse  # text of the FAILED_PRECONDITION that answers a hello
         self.has_digest = threading.Event()
         if digest:
             self.has_digest.set()
-        self.starts, self.cancels, self.sessions = [], [], []
+        self.hellos, self.starts, self.cancels, self.sessions = [], [], [], []
         self.changed = threading.Condition()
         self.beat = True
         self.server = grpc.server(futures.ThreadPoolExecutor(16))
@@ -78,6 +80,10 @@ class FakeNode:
                 for m in requests:
                     kind = m.WhichOneof("kind")
                     if kind == "hello":
+                        self.hellos.append(m.hello)
+                        if self.refuse:
+                            s.refused.set()
+                            break
                         assert self.has_digest.wait(20)
                         s.send(welcome=self.welcome)
                         s.welcomed = True
@@ -112,6 +118,8 @@ class FakeNode:
                     return
                 continue
             if m is None:
+                if s.refused.is_set():
+                    context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refuse)
                 return
             yield m
 

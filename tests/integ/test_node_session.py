@@ -15,7 +15,8 @@ E_INVALID, E_CANCELLED, E_DEADLINE, E_EXHAUSTED, E_UNSUPPORTED, E_EXISTS = -1, -
 class Router:
     """One session with a node, driven by the test."""
 
-    def __init__(self, address, hello=True, name="tester", wire_version=1, read=True, incarnation=7, options=()):
+    def __init__(self, address, hello=True, name="tester", wire_version=1, read=True, incarnation=7, options=(),
+                 wire_version_max=0):
         self.channel = grpc.insecure_channel(address, options=[*OPTIONS, *options])
         self.out = queue.Queue()
         self.call = self.channel.stream_stream(
@@ -24,14 +25,15 @@ class Router:
         self.welcome, self.outputs, self.loads, self.error = None, {}, [], None
         self.changed = threading.Condition()
         if hello:
-            self.hello(name, wire_version, incarnation)
+            self.hello(name, wire_version, incarnation, wire_version_max)
         if read:
             threading.Thread(target=self.read, daemon=True).start()
-            if hello and wire_version == 1:
+            if hello:
                 self.wait(lambda: self.welcome or self.error)
 
-    def hello(self, name="tester", wire_version=1, incarnation=7):
-        self.out.put(RouterMessage(hello=dict(wire_version=wire_version, router=name, incarnation=incarnation)))
+    def hello(self, name="tester", wire_version=1, incarnation=7, wire_version_max=0):
+        self.out.put(RouterMessage(hello=dict(wire_version=wire_version, wire_version_max=wire_version_max,
+                                              router=name, incarnation=incarnation)))
 
     def read(self):
         try:
@@ -211,6 +213,33 @@ def test_legs_that_the_role_does_not_take(session):
     assert p.ended(1).error.rc == E_UNSUPPORTED
     p.start(2, leg=LEG_DECODE, handoff=dict(id_hi=1, id_lo=2, peer_name="p", peer_net_address="127.0.0.1:9"))
     assert p.ended(2).error.rc == E_UNSUPPORTED
+
+
+@pytest.fixture(scope="module")
+def store(c):
+    return c.add_store("store-9").wait_ready()
+
+
+N = 2  # the newest version of a session
+
+
+@pytest.mark.parametrize("node", ["decode-0", "prefill-0", "store-9"])
+def test_sessions_speak_the_highest_version_that_both_know(store, session, node):
+    for lowest, highest, used in ((N - 1, 0, N - 1), (N - 1, N - 1, N - 1), (N, 0, N), (N - 1, N, N), (N, N + 7, N),
+                                  (N - 2, N - 1, N - 1), (0, 1000, N)):
+        r = session(node, wire_version=lowest, wire_version_max=highest)
+        assert r.error is None and r.welcome.wire_version == used, (lowest, highest, r.error)
+    for lowest, highest in ((N - 2, 0), (N + 1, 0), (N + 1, N + 2), (N, N - 1)):
+        r = session(node, wire_version=lowest, wire_version_max=highest)
+        assert r.error.code() == grpc.StatusCode.FAILED_PRECONDITION, (lowest, highest)
+        assert f"{lowest} to {highest or lowest} are asked for" in r.error.details()
+        assert f"{N - 1} to {N} are spoken" in r.error.details()
+
+
+def test_a_router_of_the_version_before_is_served(session):
+    r = session(wire_version=N - 1)
+    r.start(1, max_tokens=6)
+    assert r.ended(1).finish == LENGTH and len(r.tokens(1)) == 6
 
 
 @pytest.mark.parametrize("how", ["no hello", "second hello", "wire version", "no name", "long name"])

@@ -257,11 +257,31 @@ def test_KVX_07_misfits_are_never_paired(fakes, field, value):
     assert not p.starts and not odd.starts
 
 
-def test_wire_version_is_named(fakes):
-    d = FakeNode("d0", "both", wire_version=9)
+@pytest.mark.parametrize("version", [1, 2])
+def test_nodes_of_this_version_and_the_one_before_serve(fakes, version):
+    d = FakeNode("d0", "both", wire_version=version, on_start=local([1, 2], LENGTH))
+    c = fakes(d)
+    assert c.client.generate(ids=[5], max_tokens=2).tokens == [1, 2]
+    hello = d.hellos[-1]  # a node that knows version 1 alone compares the first number
+    assert (hello.wire_version, hello.wire_version_max) == (1, 2)
+
+
+@pytest.mark.parametrize("version", [0, 3, 9])
+def test_wire_version_is_named(fakes, version):
+    d = FakeNode("d0", "both", wire_version=version)
     c = fakes(d, wait=False)
     eventually(lambda: c.state_of("d0") == "incompatible", 10)
-    assert "9" in c.client.nodes()["d0"].reason
+    reason = c.client.nodes()["d0"].reason
+    assert f"session version {version}" in reason and "1 to 2" in reason
+    assert not d.starts
+
+
+def test_a_node_that_refuses_the_version_says_why(fakes):
+    """One so new, or so old, that it ends the session: the operator reads both ranges."""
+    d = FakeNode("d0", "both", refuse="session versions: 1 to 2 are asked for, 4 to 5 are spoken here")
+    c = fakes(d, wait=False)
+    eventually(lambda: any("4 to 5 are spoken here" in n.reason for n in c.client.server().nodes), 10)
+    assert not d.starts and not c.ready_nodes()
 
 
 def test_no_node_names_what_is_missing(fakes):
