@@ -401,6 +401,7 @@ static int start(struct rt_router *r, struct bt_rpc_service *service, struct bt_
     if ((code = bt_registry_create(&rc, &r->registry, err)) < 0) {
         return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_OTHER, code, err);
     }
+    rt_renew_start(r);
     return BT_EXIT_OK;
 }
 
@@ -431,6 +432,7 @@ static void stop(struct rt_router *r)
     bt_rpc_server_destroy(r->server); /* requests cancel their legs: the nodes are still there */
     rt_tok_worker_stop(r->tok_worker);
     r->draining = true;
+    rt_renew_stop(r);
     rt_nodes_fini(r);
     rt_cache_fini(r);
     rt_admit_fini(r);

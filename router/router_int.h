@@ -113,6 +113,11 @@ struct rt_router {
         uint64_t tier_cached[RT_TIERS];                         /* of the cached ones */
     } cache;
 
+    struct { /* renew.c */
+        struct bt_timer timer;
+        uint64_t version; /* of the tokens that sessions know */
+    } renew;
+
     struct { /* admit.c */
         struct rt_fair *fair;
         struct bt_timer timer; /* the next look while requests wait */
@@ -240,6 +245,10 @@ int rt_node_start(struct rt_target *t,
 int rt_node_send(struct rt_node *n, const Baton__V1__RouterMessage *m);
 /* The request does not want the leg any more: cancelled on the node if `cancel`, dropped here. */
 void rt_leg_drop(struct rt_leg *leg, bool cancel);
+
+/* --- renew.c --- */
+void rt_renew_start(struct rt_router *r);
+void rt_renew_stop(struct rt_router *r); /* also one that was never started */
 
 /* --- cache.c: where prefixes lie, how fast nodes are --- */
 int rt_cache_init(struct rt_router *r, struct bt_err *err) BT_MUST_USE;

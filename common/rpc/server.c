@@ -12,6 +12,7 @@
 #include "common/rpc/rpc_int.h"
 
 #include <grpc/support/alloc.h>
+#include <openssl/crypto.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -54,7 +55,8 @@ struct bt_rpc_server {
     struct bt_cq_tag shutdown_tag;
     bool shutdown_seen;
     bool cancelled_all;
-    struct bt_timer grace;
+    struct bt_timer grace, look; /* look: for tokens that are gone */
+    uint64_t tokens_version;     /* that all calls were let in by */
     void (*done)(void *arg);
     void *done_arg;
 };
@@ -69,6 +71,7 @@ struct bt_rpc_call {
     const struct bt_rpc_method *method;
     void *user;
     struct bt_who who;
+    char *shown; /* a later token of the caller; NULL = that of the metadata. Owned, wiped */
     enum call_state state;
     int n_tags;
     struct bt_rpc_conn *conn;
@@ -125,6 +128,15 @@ static void maybe_done(struct bt_rpc_server *srv)
     }
 }
 
+static void forget_shown(struct bt_rpc_call *call)
+{
+    if (call->shown) {
+        OPENSSL_cleanse(call->shown, strlen(call->shown));
+        free(call->shown);
+        call->shown = NULL;
+    }
+}
+
 static void call_free(struct bt_rpc_call *call)
 {
     bt_timer_stop(call->srv->loop, &call->resume_timer);
@@ -137,6 +149,7 @@ static void call_free(struct bt_rpc_call *call)
     }
     bt_rpc_sendq_drop(&call->sendq, false);
     bt_rpc_conn_put(call->conn);
+    forget_shown(call);
     free(call->status_text);
     gpr_free(call->peer);
     grpc_call_details_destroy(&call->details);
@@ -415,17 +428,20 @@ static unsigned access_of(const struct bt_rpc_call *call)
     return call->method->access ? call->method->access : BT_ACCESS_OPERATOR;
 }
 
-static int authorize(struct bt_rpc_call *call, struct bt_err *err)
+/* Whether whoever shows this may make the call, and who it is. */
+static int authorize(struct bt_rpc_call *call,
+                     struct bt_str authorization,
+                     struct bt_who *ret_who,
+                     struct bt_err *err)
 {
     struct bt_sec *sec = call->srv->config.sec;
-    struct bt_sec_ask ask = {.port = BT_SEC_GRPC,
-                             .authorization = bt_rpc_call_metadata(call, "authorization"),
-                             .access = access_of(call)};
+    struct bt_sec_ask ask = {
+        .port = BT_SEC_GRPC, .authorization = authorization, .access = access_of(call)};
 
     if (sec && !(ask.access & BT_ACCESS_OPEN) && !bt_rpc_cert_ok(sec, call->call)) {
         return BT_FAIL(err, BT_E_DENIED, "the certificate has none of the names that may call");
     }
-    return bt_sec_authorize(sec, &ask, &call->who, err);
+    return bt_sec_authorize(sec, &ask, ret_who, err);
 }
 
 static void dispatch(struct bt_rpc_call *call)
@@ -435,7 +451,7 @@ static void dispatch(struct bt_rpc_call *call)
     struct bt_err err = {0};
     char text[300];
     int path_len = (int)BT_MIN(GRPC_SLICE_LENGTH(call->details.method), (size_t)200);
-    int rc = authorize(call, &err);
+    int rc = authorize(call, bt_rpc_call_metadata(call, "authorization"), &call->who, &err);
 
     if (rc < 0) {
         BT_INFO("denied", "peer=%s method=%s rc=%s msg=\"%s\"", bt_rpc_call_peer(call),
@@ -521,6 +537,60 @@ static void post_slots(struct bt_rpc_server *srv)
     }
 }
 
+/* --- tokens that are gone --- */
+
+static void check_again(struct bt_rpc_call *call)
+{
+    struct bt_err err = {0};
+    struct bt_who who;
+    int rc;
+
+    if (call->state != CALL_OPEN || !call->method) {
+        return;
+    }
+    rc = authorize(
+        call, call->shown ? bt_str_of(call->shown) : bt_rpc_call_metadata(call, "authorization"),
+        &who, &err);
+    if (rc < 0) {
+        BT_INFO("revoked", "peer=%s method=%s rc=%s msg=\"the token of a running call is gone\"",
+                bt_rpc_call_peer(call), call->method->path, bt_rc_name(rc));
+        bt_rpc_sendq_drop(&call->sendq, call->sending_message);
+        bt_rpc_call_finish(call, bt_rc_grpc(rc), "the token that this call began with is gone");
+    }
+}
+
+static void on_look(struct bt_loop *loop, struct bt_timer *timer)
+{
+    struct bt_rpc_server *srv = BT_CONTAINER_OF(timer, struct bt_rpc_server, look);
+    uint64_t version = bt_sec_tokens_version(srv->config.sec);
+
+    bt_timer_start(loop, timer, bt_loop_now(loop) + BT_SEC_LOOK_NS);
+    if (version != srv->tokens_version) {
+        srv->tokens_version = version;
+        bt_list_for_each (it, &srv->calls) {
+            check_again(BT_LIST_ENTRY(it, struct bt_rpc_call, link));
+        }
+    }
+}
+
+int bt_rpc_call_renew(struct bt_rpc_call *call, const char *authorization, struct bt_err *err)
+{
+    struct bt_who who;
+    char *copy;
+    int rc = authorize(call, bt_str_of(authorization), &who, err);
+
+    if (rc < 0) {
+        return rc;
+    }
+    copy = strdup(authorization);
+    if (!copy) {
+        return BT_FAIL(err, BT_E_NOMEM, "no memory for a token");
+    }
+    forget_shown(call);
+    call->shown = copy;
+    return BT_OK;
+}
+
 /* --- server --- */
 
 static void on_guard(struct bt_rpc_guard *g, struct bt_rpc_conn *c)
@@ -583,6 +653,7 @@ int bt_rpc_server_create(struct bt_loop *loop,
     srv->config = c;
     srv->shutdown_tag.fn = on_shutdown;
     srv->grace.fn = on_grace;
+    srv->look.fn = on_look;
     bt_list_init(&srv->calls);
     bt_list_init(&srv->silent);
     bt_rpc_guard_init(&srv->guard, loop, 4 * (uint64_t)c.max_message_bytes + WINDOWS_BYTES,
@@ -607,6 +678,7 @@ void bt_rpc_server_destroy(struct bt_rpc_server *srv)
             bt_loop_poll(srv->loop, BT_NEVER_NS);
         }
     }
+    bt_timer_stop(srv->loop, &srv->look);
     grpc_server_destroy(srv->server);
     bt_rpc_guard_fini(&srv->guard);
     bt_loop_detach(srv->loop);
@@ -674,6 +746,10 @@ int bt_rpc_server_start(struct bt_rpc_server *srv, struct bt_err *err)
     BT_BUG_ON(srv->phase != SERVER_SETUP);
     grpc_server_start(srv->server);
     srv->phase = SERVER_RUNNING;
+    srv->tokens_version = srv->config.sec ? bt_sec_tokens_version(srv->config.sec) : 0;
+    if (srv->tokens_version > 0 && bt_sec_ends_revoked(srv->config.sec)) {
+        bt_timer_start(srv->loop, &srv->look, bt_loop_now(srv->loop) + BT_SEC_LOOK_NS);
+    }
     post_slots(srv);
     return srv->n_slots > 0 ? BT_OK : BT_FAIL(err, BT_E_NOMEM, "rpc server: out of memory");
 }

@@ -5,9 +5,10 @@
  * Everything here, callbacks included, is for the loop thread; nothing blocks but destroy.
  *
  * Callers are let in here: UNAUTHENTICATED or PERMISSION_DENIED before anything else is said, also
- * for methods that do not exist. A request that cannot be decoded, is too large or has no method is
- * answered here, with a text that names the method; bytes that are not HTTP/2 only close their
- * connection. */
+ * for methods that do not exist. A call whose token is taken out of its file while it runs ends
+ * with the same status within a second or two: what is queued for it is dropped, `closed` follows.
+ * A request that cannot be decoded, is too large or has no method is answered here, with a text
+ * that names the method; bytes that are not HTTP/2 only close their connection. */
 #ifndef BT_RPC_SERVER_H
 #define BT_RPC_SERVER_H
 
@@ -145,6 +146,12 @@ struct bt_loop *bt_rpc_call_loop(const struct bt_rpc_call *call);
 uint64_t bt_rpc_call_deadline_ns(const struct bt_rpc_call *call);
 /* Who calls, as the server's security has found; valid from `open` on. Borrowed. */
 const struct bt_who *bt_rpc_call_who(const struct bt_rpc_call *call);
+/* The caller of a call that lasts shows another token ("Bearer ..."), which counts from here on in
+ * place of the one that the call began with. BT_E_UNAUTHENTICATED, BT_E_DENIED: not for this
+ * method, nothing has changed. BT_E_NOMEM. */
+int bt_rpc_call_renew(struct bt_rpc_call *call,
+                      const char *authorization,
+                      struct bt_err *err) BT_MUST_USE;
 /* "ipv4:127.0.0.1:4711", "unix:"; never NULL, borrowed. Not authenticated. */
 const char *bt_rpc_call_peer(struct bt_rpc_call *call);
 /* Request metadata, keys in lower case; p == NULL if absent. Borrowed. */

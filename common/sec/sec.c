@@ -53,7 +53,7 @@ struct bt_sec {
     struct bt_pem *server, *peer; /* NULL = none */
     SSL_CTX *http;
     struct shared_tokens *tokens;
-    uint64_t version;
+    uint64_t version, tokens_version;
 };
 
 static bool given(const char *s)
@@ -141,6 +141,7 @@ static int load_tokens(struct bt_sec *s, struct bt_err *err)
     pthread_mutex_lock(&s->lock);
     old = s->tokens;
     s->tokens = t;
+    s->tokens_version++;
     pthread_mutex_unlock(&s->lock);
     tokens_unref(old);
     return BT_OK;
@@ -512,6 +513,24 @@ SSL_CTX *bt_sec_http(struct bt_sec *s)
 bool bt_sec_shows_plain(const struct bt_sec *s)
 {
     return given(s->conf->cluster_file) && !given(s->conf->node_ca_file);
+}
+
+uint64_t bt_sec_tokens_version(struct bt_sec *s)
+{
+    uint64_t v;
+
+    if (!in_use(&s->groups[2])) {
+        return 0;
+    }
+    pthread_mutex_lock(&s->lock);
+    v = s->tokens_version;
+    pthread_mutex_unlock(&s->lock);
+    return v;
+}
+
+bool bt_sec_ends_revoked(const struct bt_sec *s)
+{
+    return s->conf->end_revoked;
 }
 
 bool bt_sec_bearer(struct bt_sec *s, char *ret, size_t n)

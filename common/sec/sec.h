@@ -2,8 +2,9 @@
  * restart when their files change.
  *
  * One struct per process (the node skeleton owns it). Everything that is handed out is a counted or
- * copied snapshot: what runs goes on with what it began with, what begins uses the newest. A new
- * file that is broken is refused with a log line and the old content stays.
+ * copied snapshot: connections go on with the certificates they began with, what begins uses the
+ * newest. Calls whose token is gone are ended (bt_sec_tokens_version). A new file that is broken is
+ * refused with a log line and the old content stays.
  *
  * Who has which access (BT_ACCESS_ bits of tokens.h):
  *   - what the presented token gives;
@@ -24,7 +25,7 @@ struct bt_sec_conf {
     char *cert_file, *key_file, *client_ca_file;
     struct bt_conf_list client_names;
     char *operators_file, *clients_file, *cluster_file;
-    bool allow_anonymous, allow_plain_kv;
+    bool allow_anonymous, allow_plain_kv, end_revoked;
     /* towards nodes */
     char *node_ca_file, *node_cert_file, *node_key_file, *node_name;
     /* of the HTTP port */
@@ -51,7 +52,10 @@ struct bt_sec_conf {
                     "taken."),                                                                     \
         BT_CONF_BOOL(S, f.allow_anonymous, "security.allow_anonymous", "off",                      \
                      "Serve callers without a token or certificate, where no file of tokens says " \
-                     "who may call, off loopback as well.")
+                     "who may call, off loopback as well."),                                       \
+        BT_CONF_BOOL(S, f.end_revoked, "security.end_revoked", "on",                               \
+                     "End calls and streams that run when the token that they began with is "      \
+                     "taken out of its file; off: they run to their end.")
 /* Rows of binaries with a transfer port. */
 #define BT_SEC_KV_CONF_ROWS(S, f)                                                                  \
     BT_CONF_BOOL(S, f.allow_plain_kv, "security.allow_plain_kv", "off",                            \
@@ -120,6 +124,12 @@ uint64_t bt_sec_peer_version(struct bt_sec *s);       /* changes when the one ab
 const char *bt_sec_peer_name(const struct bt_sec *s); /* empty = the host of the address */
 /* True if there is a token to show and no TLS to show it by; never changes. */
 bool bt_sec_shows_plain(const struct bt_sec *s);
+/* Changes when files of tokens have been read anew; 0 = there are none. Whoever serves calls that
+ * last looks at it about once a second (BT_SEC_LOOK_NS), and after a change authorizes each of them
+ * again, if security.end_revoked is on (bt_sec_ends_revoked). */
+uint64_t bt_sec_tokens_version(struct bt_sec *s);
+bool bt_sec_ends_revoked(const struct bt_sec *s);
+#define BT_SEC_LOOK_NS 1000000000ull
 /* The token shown to nodes as "Bearer TOKEN"; false, and ret empty, if there is none. Wipe it. */
 bool bt_sec_bearer(struct bt_sec *s, char *ret, size_t n);
 #define BT_BEARER_MAX (BT_TOKEN_MAX + 8)

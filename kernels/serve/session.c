@@ -141,6 +141,7 @@ static void on_message(struct bt_rpc_call *call, const ProtobufCMessage *msg)
 {
     struct kn_session *ses = bt_rpc_call_user(call);
     const Baton__V1__RouterMessage *m = (const void *)msg;
+    struct bt_err err = {0};
     struct kn_stream *st;
 
     if (!ses || ses->closing) {
@@ -167,6 +168,14 @@ static void on_message(struct bt_rpc_call *call, const ProtobufCMessage *msg)
         st = bt_map_get(&ses->streams, m->cancel->stream_id);
         if (st) { /* else it has just ended */
             kn_engine_cancel(ses->serve->engine, st->tag);
+        }
+        break;
+    case BATON__V1__ROUTER_MESSAGE__KIND_RENEW:
+        if (bt_rpc_call_renew(call, m->renew->authorization, &err) < 0) {
+            BT_WARN("session", "router=%s msg=\"its new token is refused: %s\"", ses->router,
+                    err.msg);
+        } else {
+            BT_INFO("session", "router=%s msg=\"it shows a new token\"", ses->router);
         }
         break;
     case BATON__V1__ROUTER_MESSAGE__KIND__NOT_SET:

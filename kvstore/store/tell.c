@@ -156,6 +156,7 @@ void kv_tell_message(struct bt_rpc_call *call, const ProtobufCMessage *msg)
 {
     struct session *ses = bt_rpc_call_user(call);
     const Baton__V1__RouterMessage *m = (const void *)msg;
+    struct bt_err err = {0};
 
     if (!ses || ses->closing) {
         return;
@@ -174,6 +175,13 @@ void kv_tell_message(struct bt_rpc_call *call, const ProtobufCMessage *msg)
         break;
     case BATON__V1__ROUTER_MESSAGE__KIND_START:
         check_sent(ses, refuse_start(ses, m->start->stream_id));
+        break;
+    case BATON__V1__ROUTER_MESSAGE__KIND_RENEW:
+        if (bt_rpc_call_renew(call, m->renew->authorization, &err) < 0) {
+            BT_WARN("session", "msg=\"a router's new token is refused: %s\"", err.msg);
+        } else {
+            BT_INFO("session", "msg=\"a router shows a new token\"");
+        }
         break;
     default: /* nothing to take over or to cancel; a later version's message */
         break;

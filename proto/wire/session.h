@@ -2,7 +2,8 @@
  * here, and which one two peers use.
  *
  *   version 1   one number in the hello; the other side has it or refuses
- *   version 2   hello with the lowest and the highest version; the welcome says which one is used
+ *   version 2   hello with the lowest and the highest version; the welcome says which one is used;
+ *               RenewToken
  *
  * A version's messages are those of the one before and more: a peer sends nothing that the version
  * in use does not have, and passes over what it does not know.
@@ -16,6 +17,7 @@
 
 #define WIRE_SESSION_VERSION     2 /* N */
 #define WIRE_SESSION_VERSION_MIN 1 /* N-1 */
+#define WIRE_SESSION_RENEW       2 /* from here on: RenewToken */
 
 /* The highest version that both speak. `lowest` and `highest` as a hello says them; highest 0 is
  * that of a peer of version 1: the same as lowest. BT_E_INCOMPATIBLE names both ranges. */

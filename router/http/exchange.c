@@ -394,7 +394,7 @@ static void whole_finished(struct rt_http_ex *ex)
 
 /* --- events ---------------------------------------------------------------------------------- */
 
-static void fail(struct rt_http_ex *ex, int rc, const char *msg)
+void rt_http_ex_fail(struct rt_http_ex *ex, int rc, const char *msg)
 {
     ex->over = true;
     if (ex->headers_sent) {
@@ -439,7 +439,7 @@ static void on_delta(struct rt_http_choice *ch, const struct rt_http_event *ev)
         rt_http_conn_dirty(ex->conn);
     }
     if (rc == BT_E_TOO_LARGE) {
-        fail(ex, rc, "the answer is too large to be sent as a whole; ask for a stream");
+        rt_http_ex_fail(ex, rc, "the answer is too large to be sent as a whole; ask for a stream");
     } else if (rc < 0) {
         rt_http_conn_close(ex->conn);
     }
@@ -459,7 +459,7 @@ static void on_end(struct rt_http_choice *ch, int rc)
         let_go(ex);
     } else if (rc < 0) {
         ex->retry_after_s = ch->client.retry_after_s; /* the loop is done with it */
-        fail(ex, rc, ch->err.msg);
+        rt_http_ex_fail(ex, rc, ch->err.msg);
     } else if (ex->n_ended < ex->n_choices) {
         return;
     } else if (ex->spec.stream) {

@@ -182,6 +182,7 @@ struct rt_http {
     struct bt_list conns, dirty, idle, dead;
     size_t n_conns, body_bytes;
     uint64_t now_ns, next_tick_ns, id_seed, id_next;
+    uint64_t next_look_ns, tokens_version; /* for tokens that are gone */
     bool draining, quit, accept_paused;
     uint64_t quit_ns;
     struct bt_msg quit_msg, drain_msg;
@@ -228,6 +229,8 @@ void rt_http_tls_close(struct rt_http_conn *c);
 /* route.c: the header has come. False: whoever asks may not, or nobody wants a body there, so that
  * none is kept for it: memory for bodies belongs to those who may ask. */
 bool rt_http_takes_body(struct rt_http_conn *c);
+/* Whether the token of the request that is being answered still counts. */
+int rt_http_still_may(struct rt_http_conn *c) BT_MUST_USE;
 /* A whole request has come. */
 void rt_http_route(struct rt_http_conn *c);
 /* Whole responses. `type` and `body` of a reply; errors in OpenAI's shape. */
@@ -248,6 +251,8 @@ void rt_http_event(struct rt_http_event *ev);
 /* The connection is gone, or the response is whole: what still runs is cancelled, and the exchange
  * freed as soon as the loop has let go of it. */
 void rt_http_ex_abandon(struct rt_http_ex *ex);
+/* It fails: an error response, or an event behind what was sent, and the connection ends. */
+void rt_http_ex_fail(struct rt_http_ex *ex, int rc, const char *msg);
 /* Nothing has been sent for a while. */
 void rt_http_ex_heartbeat(struct rt_http_ex *ex);
 

@@ -61,7 +61,18 @@ int rt_http_status_of(int rc)
 
 const char *rt_http_code_of(int rc)
 {
-    return rc == BT_E_NOT_FOUND ? "model_not_found" : rc == BT_E_EXHAUSTED ? "overloaded" : NULL;
+    switch (rc) {
+    case BT_E_NOT_FOUND:
+        return "model_not_found";
+    case BT_E_EXHAUSTED:
+        return "overloaded";
+    case BT_E_UNAUTHENTICATED:
+        return "invalid_api_key";
+    case BT_E_DENIED:
+        return "permission_denied";
+    default:
+        return NULL;
+    }
 }
 
 void rt_http_respond(struct rt_http_conn *c, int status, const char *type, struct bt_str body)
@@ -119,23 +130,22 @@ void rt_http_respond_rc(struct rt_http_conn *c, int rc, const char *param, const
 
 /* --- who may ask ----------------------------------------------------------------------------- */
 
-static int authorize(struct rt_http_conn *c, unsigned access, struct bt_err *err)
+static int
+authorize(const struct rt_http_conn *c, unsigned access, struct bt_who *ret_who, struct bt_err *err)
 {
     struct bt_sec_ask ask = {.port = BT_SEC_HTTP, .access = access};
 
     if (c->n_auth > 0 && c->n_auth <= sizeof(c->auth)) {
         ask.authorization = (struct bt_str){c->auth, c->n_auth};
     }
-    return bt_sec_authorize(c->h->sec, &ask, &c->who, err);
+    return bt_sec_authorize(c->h->sec, &ask, ret_who, err);
 }
 
 static void denied(struct rt_http_conn *c, int rc, const struct bt_err *err)
 {
-    const char *code = rc == BT_E_DENIED ? "permission_denied" : "invalid_api_key";
-
     BT_INFO("denied", "port=http fd=%d rc=%s msg=\"%s\"", c->fd, bt_rc_name(rc),
             bt_err_msg(err, rc));
-    rt_http_respond_error(c, rt_http_status_of(rc), NULL, code, bt_err_msg(err, rc));
+    rt_http_respond_rc(c, rc, NULL, bt_err_msg(err, rc));
 }
 
 /* --- endpoints ------------------------------------------------------------------------------- */
@@ -272,20 +282,33 @@ static void other_method(struct rt_http_conn *c, const struct route *r)
     }
 }
 
+/* The bits of which a caller needs one; r may be NULL: who may do anything is told that a path does
+ * not exist. */
+static unsigned access_of(const struct rt_http_conn *c, const struct route *r)
+{
+    unsigned access = r && r->access ? r->access : BT_ACCESS_OPERATOR;
+
+    return !r                                       ? BT_ACCESS_ANY
+           : r->metrics && c->h->conf->open_metrics ? access | BT_ACCESS_OPEN
+                                                    : access;
+}
+
 /* What the request asks for, NULL = nothing there is, and whether it may. */
 static const struct route *look_up(struct rt_http_conn *c, int *ret_rc, struct bt_err *err)
 {
-    unsigned access = BT_ACCESS_ANY; /* who may do anything is told that a path does not exist */
     const struct route *r;
 
     c->url[strcspn(c->url, "?#")] = '\0';
     r = find(c->url);
-    if (r) {
-        access = r->access ? r->access : BT_ACCESS_OPERATOR;
-        access |= r->metrics && c->h->conf->open_metrics ? BT_ACCESS_OPEN : 0;
-    }
-    *ret_rc = authorize(c, access, err);
+    *ret_rc = authorize(c, access_of(c, r), &c->who, err);
     return r;
+}
+
+int rt_http_still_may(struct rt_http_conn *c)
+{
+    struct bt_who who;
+
+    return authorize(c, access_of(c, find(c->url)), &who, NULL);
 }
 
 bool rt_http_takes_body(struct rt_http_conn *c)

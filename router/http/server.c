@@ -100,6 +100,29 @@ static void on_quit(struct bt_msg *msg, void *http)
     }
 }
 
+/* Generations whose token has been taken away end; what is answered at once is not worth a look. */
+static void look_for_revoked(struct rt_http *h)
+{
+    uint64_t version = bt_sec_tokens_version(h->sec);
+
+    h->next_look_ns = h->now_ns + BT_SEC_LOOK_NS;
+    if (version == h->tokens_version) {
+        return;
+    }
+    h->tokens_version = version;
+    bt_list_for_each (it, &h->conns) {
+        struct rt_http_conn *c = BT_LIST_ENTRY(it, struct rt_http_conn, link);
+        int rc = !c->closed && c->ex && c->ex->n_choices > 0 ? rt_http_still_may(c) : BT_OK;
+
+        if (rc < 0) {
+            BT_INFO("revoked",
+                    "port=http fd=%d rc=%s msg=\"the token of a running request is gone\"", c->fd,
+                    bt_rc_name(rc));
+            rt_http_ex_fail(c->ex, rc, "the token that this request began with is gone");
+        }
+    }
+}
+
 static void tick(struct rt_http *h)
 {
     h->next_tick_ns = h->now_ns + TICK_NS;
@@ -108,6 +131,9 @@ static void tick(struct rt_http *h)
     }
     bt_list_for_each (it, &h->conns) {
         rt_http_conn_tick(BT_LIST_ENTRY(it, struct rt_http_conn, link));
+    }
+    if (h->now_ns >= h->next_look_ns && bt_sec_ends_revoked(h->sec)) {
+        look_for_revoked(h);
     }
 }
 

@@ -431,7 +431,7 @@ def test_exchange_under_a_running_stream(cluster, tmp_path, models):
         assert serial_of(router.address) == serial_of(router.ready["http"]) == new
     put(site.server[0], fresh[0])
 
-    site.tokens.clients.write_text("next-client-token-canary team-a\n")
+    site.tokens.clients.write_text(f"next-client-token-canary team-a\n{CLIENT} team-a\n")  # CLIENT has a stream
     router.signal(signal.SIGHUP)
 
     def allowed(token):
@@ -440,7 +440,7 @@ def test_exchange_under_a_running_stream(cluster, tmp_path, models):
         conn.close()
         return status == 200
     eventually(lambda: allowed("next-client-token-canary"), 10, "the new token")
-    assert not allowed(CLIENT) and not allowed(GATEWAY)
+    assert allowed(CLIENT) and not allowed(GATEWAY)
     site.tokens.clients.write_text("short\n")
     router.signal(signal.SIGHUP)
     eventually(lambda: "event=reload_refused what=tokens" in log.read_text(), 10, "refused")
@@ -453,6 +453,142 @@ def test_exchange_under_a_running_stream(cluster, tmp_path, models):
     stream.cancel()
     reader.join()
     site.tokens.clients.write_text(f"{CLIENT}\n")  # for the end of the test
+
+
+class Streams:
+    """A stream of the client and one of the gateway by gRPC; by HTTP a stream and a whole answer of the client."""
+
+    def __init__(self, site, c):
+        self.c, self.site, self.ended = c, site, {}
+        self.calls, self.sockets, self.closed = {}, [], False
+        self.clients = [Client(c.procs["router"].address, access=Access(t, OPERATOR, site.access.creds))
+                        for t in (CLIENT, GATEWAY)]
+        self.tokens = {"client": 0, "gateway": 0, "http": 0, "whole": 0}
+        for name, client in zip(("client", "gateway"), self.clients):
+            self.calls[name] = client.stream(request(PROMPT, ignore_eos=True), timeout=300)
+            threading.Thread(target=self.read, args=(name,), daemon=True).start()
+        for name in ("http", "whole"):
+            threading.Thread(target=self.read_http, args=(name, name == "http"), daemon=True).start()
+        eventually(lambda: all(self.tokens[n] for n in ("client", "gateway", "http")), 20, "first tokens")
+        eventually(lambda: c.client.server().requests_active == 4, 20, "four requests")
+
+    def read(self, name):
+        try:
+            for m in self.calls[name]:
+                self.tokens[name] += len(m.tokens)
+            self.ended[name] = S.OK
+        except grpc.RpcError as e:
+            self.ended[name] = e
+
+    def read_http(self, name, stream):
+        conn = https(self.site, self.c)
+        conn.request("POST", "/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 6000, "stream": stream,
+                                                            "ignore_eos": True}), conn.auth)
+        self.sockets.append(conn.sock)
+        data = b""
+        try:
+            r = conn.getresponse()
+            while part := r.read1(65536):
+                data += part
+                self.tokens[name] = data.count(b"data: ")
+            self.ended[name] = r.status, data
+        except (http.client.HTTPException, OSError) as e:
+            if not self.closed:
+                self.ended[name] = e
+
+    def close(self):
+        self.closed = True
+        for call in self.calls.values():
+            call.cancel()
+        for sock in self.sockets:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:  # closed by the other side
+                pass
+        for client in self.clients:
+            client.close()
+
+
+@pytest.mark.sanitize
+def test_SEC_01_what_runs_with_a_token_that_is_taken_away_ends(cluster, tmp_path):
+    site = Site(tmp_path)
+    c = site.start(cluster, model="slow", prefill=1, decode=1, pool="512M")
+    s = Streams(site, c)
+    put(site.tokens.clients, f"{GATEWAY} *\nnext-client-token-canary team-a\n".encode())
+    c.procs["router"].signal(signal.SIGHUP)
+    eventually(lambda: {"client", "http", "whole"} <= set(s.ended), 10, "the client's requests end")
+    e = s.ended["client"]
+    assert e.code() == S.UNAUTHENTICATED and "token" in e.details()
+    status, data = s.ended["http"]  # its headers are out: the error is the last event
+    error = json.loads(data.rsplit(b"data: ", 1)[1])["error"]
+    assert status == 200 and error["code"] == "invalid_api_key" and b"[DONE]" not in data
+    status, data = s.ended["whole"]
+    assert status == 401 and json.loads(data)["error"]["code"] == "invalid_api_key"
+    eventually(lambda: c.client.server().requests_active == 1, 10, "nothing is computed for it any more")
+    n = s.tokens["gateway"]
+    eventually(lambda: s.tokens["gateway"] > n or "gateway" in s.ended, 20, "others go on")
+    assert "gateway" not in s.ended
+    s.close()
+    put(site.tokens.clients, f"{CLIENT} team-a\n".encode())  # for the end of the test
+    c.procs["router"].signal(signal.SIGHUP)
+
+
+def test_what_runs_goes_on_if_so_configured(cluster, tmp_path):
+    site = Site(tmp_path)
+    c = site.start(cluster, model="slow", prefill=1, decode=1, pool="512M",
+                   router_args=["--security.end_revoked=off"])
+    s = Streams(site, c)
+    put(site.tokens.clients, b"next-client-token-canary team-a\n")
+    c.procs["router"].signal(signal.SIGHUP)
+
+    def refused():
+        return ask(https(site, c), "GET", "/v1/models")[0].status == 401
+    eventually(refused, 10, "no new request")
+    time.sleep(2.5)  # two looks of whoever would end them
+    n = dict(s.tokens)
+    eventually(lambda: all(s.tokens[k] > n[k] for k in ("client", "gateway", "http")) or s.ended, 20, "all go on")
+    assert not s.ended
+    s.close()
+    put(site.tokens.clients, f"{CLIENT} team-a\n".encode())
+    c.procs["router"].signal(signal.SIGHUP)
+    eventually(lambda: ask(https(site, c), "GET", "/v1/models")[0].status == 200, 10, "for the end of the test")
+
+
+@pytest.mark.sanitize
+def test_the_clusters_token_is_exchanged_under_a_running_stream(cluster, tmp_path):
+    """As the documentation says it; no session ends. A node that then takes the token of nobody it knows has none."""
+    site = Site(tmp_path)
+    c = site.start(cluster, model="slow", prefill=1, decode=1, pool="256M", kvstore=1)
+    c.allow("event=node .*lost")
+    fresh, nodes = "cluster-token-canary-4444", ("prefill-0", "decode-0", "store-0")
+    stream = c.client.stream(request(PROMPT, ignore_eos=True), timeout=300)
+    next(stream)
+
+    def reload(text):
+        put(site.tokens.cluster, text.encode())
+        for p in c.procs.values():
+            n = p.log.read_text().count("event=reload what=tokens")
+            p.signal(signal.SIGHUP)
+            eventually(lambda p=p, n=n: p.log.read_text().count("event=reload what=tokens") > n, 10, "reload")
+    reload(f"{CLUSTER}\n{fresh}\n")  # all take it
+    reload(f"{fresh}\n{CLUSTER}\n")  # the router shows it
+    for name in nodes:
+        eventually(lambda name=name: "shows a new token" in c.procs[name].log.read_text(), 10, f"{name} is told")
+    reload(f"{fresh}\n")
+    time.sleep(2.5)  # two looks
+    assert all("event=revoked" not in c.procs[n].log.read_text() for n in nodes)
+    next(stream)
+    assert "from=ready to=lost" not in c.procs["router"].log.read_text()
+    stream.cancel()
+    c.pages_back()
+    reload("cluster-token-of-nobody-canary\n")
+    site.tokens.cluster.write_text(f"{fresh}\n")  # the router's, which it does not read yet
+    for name in nodes:
+        eventually(lambda name=name: "event=revoked" in c.procs[name].log.read_text(), 10, f"{name} ends it")
+    c.procs["router"].signal(signal.SIGHUP)
+    for name in nodes:
+        c.procs[name].signal(signal.SIGHUP)
+    eventually(lambda: {"prefill-0", "decode-0"} <= set(c.ready_nodes()), 20, "back again")
 
 
 def test_a_new_CA_for_nodes_and_a_new_token(cluster, tmp_path):

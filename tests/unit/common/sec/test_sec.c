@@ -376,18 +376,24 @@ static void test_tokens_are_exchanged(void **state)
 {
     struct bt_sec_conf c = {.clients_file = put("live", CLIENT "\n")};
     struct bt_sec *s = make(&c);
+    uint64_t version = bt_sec_tokens_version(s);
     char log[4096];
 
+    assert_true(version > 0);
+    assert_false(bt_sec_ends_revoked(s));
     log_of(s, false, 3, log, sizeof(log));
     assert_string_equal(log, ""); /* nothing has changed */
     put("live", "another-client-token\n");
     assert_int_equal(ask(s, BT_SEC_GRPC, CLIENT, BT_ACCESS_CLIENT), BT_OK);
     log_of(s, false, 1, log, sizeof(log));
     assert_string_equal(log, ""); /* it may still be written to */
+    assert_true(bt_sec_tokens_version(s) == version);
     log_of(s, false, 1, log, sizeof(log));
     assert_non_null(strstr(log, "event=reload what=tokens"));
     assert_int_equal(ask(s, BT_SEC_GRPC, CLIENT, BT_ACCESS_CLIENT), BT_E_UNAUTHENTICATED);
     assert_int_equal(ask(s, BT_SEC_GRPC, "another-client-token", BT_ACCESS_CLIENT), BT_OK);
+    assert_true(bt_sec_tokens_version(s) != version);
+    version = bt_sec_tokens_version(s);
 
     put("live", "canary-token-canary !\n"); /* broken: the old ones stay, it is said once */
     log_of(s, false, 5, log, sizeof(log));
@@ -396,7 +402,8 @@ static void test_tokens_are_exchanged(void **state)
     assert_null(strstr(strstr(log, "reload_refused") + 1, "reload_refused"));
     assert_null(strstr(log, "canary"));
     assert_int_equal(ask(s, BT_SEC_GRPC, "another-client-token", BT_ACCESS_CLIENT), BT_OK);
-    assert_int_equal(unlink(path("live")), 0); /* gone is broken too */
+    assert_true(bt_sec_tokens_version(s) == version); /* nobody is asked again */
+    assert_int_equal(unlink(path("live")), 0);        /* gone is broken too */
     log_of(s, false, 3, log, sizeof(log));
     assert_non_null(strstr(log, "reload_refused"));
     put("live", "");
