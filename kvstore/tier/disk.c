@@ -216,20 +216,15 @@ int kv_disk_write(struct kv_disk *d, const struct kv_blob_meta *m, void *const *
 {
     struct kv_disk_name name = {m->root, m->key, m->generation};
     char root[33], path[PATH_LEN], tmp[PATH_LEN];
-    int fd = -1, rc;
+    int fd, rc;
 
     root_path(&m->root, root);
     file_path(&name, "", path);
     file_path(&name, ".tmp", tmp);
-    for (int i = 0; i < 2; i++) { /* the scan may take an empty directory away in between */
-        if (mkdirat(d->dir, root, 0700) != 0 && errno != EEXIST) {
-            return rc_of(errno);
-        }
-        fd = openat(d->dir, tmp, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
-        if (fd >= 0 || errno != ENOENT) {
-            break;
-        }
+    if (mkdirat(d->dir, root, 0700) != 0 && errno != EEXIST) {
+        return rc_of(errno);
     }
+    fd = openat(d->dir, tmp, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
     if (fd < 0) {
         return rc_of(errno);
     }
@@ -295,6 +290,7 @@ struct seen {
 struct list {
     struct seen *v;
     size_t n, cap;
+    uint64_t max_generation;
 };
 
 static bool list_add(struct list *l, const struct seen *s)
@@ -337,6 +333,7 @@ list_root(struct kv_disk *d, const char *root, struct kv_disk_scan *scan, struct
             unlinkat(fd, e->d_name, 0);
         } else if (read_name(e->d_name, &s.name) && fstatat(fd, e->d_name, &st, 0) == 0) {
             s.used = st.st_mtim;
+            l->max_generation = BT_MAX(l->max_generation, s.name.generation);
             if (!list_add(l, &s)) {
                 break; /* what is not listed is not found, no more */
             }
@@ -439,6 +436,9 @@ void kv_disk_scan(struct kv_disk *d, struct kv_disk_scan *scan)
         closedir(dir);
     } else if (fd >= 0) {
         close(fd);
+    }
+    if (!scan->stop(scan->arg)) {
+        scan->listed(scan->arg, l.max_generation);
     }
     if (l.n > 0 && buf.bytes && buf.room.ids && buf.room.sums) {
         qsort(l.v, l.n, sizeof(*l.v), newest_first);

@@ -52,8 +52,12 @@ void kv_disk_used(int fd);
 int kv_disk_read_layer(int fd, const struct kv_blob_meta *m, uint32_t layer, void *to) BT_MUST_USE;
 
 /* All files, most recently used first. Files that are not what their name says are removed and
- * counted; so are those that `found` refuses. `stop` is asked between files. */
+ * counted; so are those that `found` refuses. `stop` is asked between files. `listed` is called
+ * once all names are known and what interrupted writes left is gone: nothing may be written before,
+ * and what is written after, under generations above the largest one seen, is none of the scan's.
+ */
 struct kv_disk_scan {
+    void (*listed)(void *arg, uint64_t max_generation);     /* 0: no file */
     bool (*found)(void *arg, const struct kv_blob_meta *m); /* false: remove the file */
     bool (*stop)(void *arg);
     void *arg;

@@ -7,7 +7,8 @@
  * most of that is not, writing does not keep up: what was used again goes first then,
  * wherever it is, and what finds no time is given up unwritten. Writing follows a rate; a write
  * that fails (full disk, read-only, broken) is followed by a pause that doubles, and goes on when
- * it works again. */
+ * it works again. Nothing is written before the scan has listed what is there: it would take new
+ * files for old ones. */
 #include "kvstore/tier/tiers_int.h"
 
 #include "common/base/buf.h"
@@ -279,7 +280,7 @@ void *kv_sink_run(void *tiers)
         if (t->n_flushing == 0) {
             until = BT_MAX(until, t->write_limit.next_ns);
         }
-        b = pick(t);
+        b = t->listed ? pick(t) : NULL;
         if (b && now >= until) {
             sink_one(t, b);
         } else {
@@ -350,6 +351,20 @@ static bool scan_stop(void *arg)
     return stop;
 }
 
+/* Writing begins: under names that the scan has not seen. */
+static void scan_listed(void *arg, uint64_t max_generation)
+{
+    struct kv_tiers *t = arg;
+
+    pthread_mutex_lock(&t->lock);
+    if (max_generation < INT64_MAX) { /* names may be anything */
+        t->generation = BT_MAX(t->generation, max_generation);
+    }
+    t->listed = true;
+    kv_sink_wake(t);
+    pthread_mutex_unlock(&t->lock);
+}
+
 /* The blob of a file, or NULL: not to be kept. Lock held. */
 static struct kv_blob *blob_of_file(struct kv_tiers *t, const struct kv_blob_meta *file)
 {
@@ -404,7 +419,8 @@ static bool scan_found(void *arg, const struct kv_blob_meta *m)
 void *kv_scan_run(void *tiers)
 {
     struct kv_tiers *t = tiers;
-    struct kv_disk_scan scan = {.found = scan_found, .stop = scan_stop, .arg = t};
+    struct kv_disk_scan scan = {
+        .listed = scan_listed, .found = scan_found, .stop = scan_stop, .arg = t};
 
     bt_thread_background();
     kv_disk_scan(t->disk, &scan);

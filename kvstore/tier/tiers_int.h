@@ -128,6 +128,7 @@ struct kv_tiers {
     pthread_t sinker, scanner, teller;
     bool has_sinker, has_scanner, has_teller;
     uint32_t n_flushing;
+    bool listed; /* the scan knows all names of earlier files */
     bool writing;
     uint64_t retry_ns, pause_ns; /* after a failed write */
     uint64_t disk_used;

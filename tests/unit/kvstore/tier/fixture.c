@@ -43,7 +43,7 @@ static bool scanned(void *arg)
     return kv_tiers_stats(arg).scanned;
 }
 
-void world_start(struct world *w)
+void world_begin(struct world *w)
 {
     struct kv_tiers_cfg cfg = {.conf = &w->conf,
                                .shape = kv_blob_shape_of(kv_pool_layout(w->pool), BLOCK),
@@ -60,6 +60,16 @@ void world_start(struct world *w)
         fail_msg("%s", err.msg);
     }
     w->src = kv_tiers_source(w->tiers);
+}
+
+void world_start(struct world *w)
+{
+    world_begin(w);
+    world_scanned(w);
+}
+
+void world_scanned(struct world *w)
+{
     assert_true(eventually(scanned, w->tiers));
 }
 

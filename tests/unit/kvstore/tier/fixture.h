@@ -39,6 +39,8 @@ struct chain {
 void world_make(struct world *w, uint32_t n_pages, uint32_t n_blobs);
 void world_with_disk(struct world *w, uint32_t n_files);
 void world_start(struct world *w); /* creates the tiers, waits for the scan */
+void world_begin(struct world *w); /* does not wait; world_scanned does */
+void world_scanned(struct world *w);
 void world_stop(struct world *w);
 void world_free(struct world *w); /* stops and removes the directory */
 /* Removes the files below a directory that match a suffix (NULL = all); returns how many. */

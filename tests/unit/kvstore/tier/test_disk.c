@@ -375,6 +375,38 @@ static void test_TIER_05_restart_tells_again(void **state)
     world_free(&w);
 }
 
+/* Blocks that sink while a large directory is still being read in are not taken for old files. */
+static void test_TIER_05_writes_beside_the_scan(void **state)
+{
+    struct world w;
+    struct chain c[12];
+
+    world_make(&w, 128, 8);
+    world_with_disk(&w, 200);
+    world_start(&w);
+    world_stop(&w);
+    for (int i = 0; i < 20000; i++) {
+        char path[128];
+
+        snprintf(path, sizeof(path), "%s/%08x%024x", w.dir, (unsigned)i * 2654435761u, i);
+        assert_int_equal(mkdir(path, 0700), 0);
+    }
+    world_begin(&w);
+    for (uint32_t i = 0; i < BT_ARRAY_LEN(c); i++) {
+        chain_make(&w, &c[i], i, 2, i, 2);
+        offer_chain(&w, &c[i]);
+        flush(&w);
+    }
+    world_scanned(&w);
+    assert_int_equal(disk(&w).n_blocks, 2 * BT_ARRAY_LEN(c));
+    restart(&w);
+    for (uint32_t i = 0; i < BT_ARRAY_LEN(c); i++) {
+        assert_int_equal(take_chain(&w, &c[i]), 2);
+    }
+    assert_int_equal(disk(&w).bad + disk(&w).write_errors, 0);
+    world_free(&w);
+}
+
 static void test_one_process_a_directory(void **state)
 {
     struct world w, other;
@@ -1040,6 +1072,7 @@ int main(void)
         cmocka_unit_test(test_large_among_small),
         cmocka_unit_test(test_rate_and_pressure),
         cmocka_unit_test(test_TIER_05_restart_tells_again),
+        cmocka_unit_test(test_TIER_05_writes_beside_the_scan),
         cmocka_unit_test(test_one_process_a_directory),
         cmocka_unit_test(test_config_errors),
         cmocka_unit_test(test_options_that_contradict),
