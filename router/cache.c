@@ -194,6 +194,8 @@ static void welcome(struct rt_target *t, const Baton__V1__NodeWelcome *w, bool a
                     "node=%s rank=%u msg=\"the index has no view left: its prefixes are unknown\"",
                     n->name, t->rank);
         }
+        t->full_told = false;
+        rt_feed_limit(&t->feed, (uint64_t)n->router->conf->max_node_blocks / n->n_targets);
     }
     send_ask(t, rt_feed_begin(&t->feed, bt_loop_now(n->router->loop)));
 }
@@ -224,12 +226,24 @@ static void sweep(struct rt_router *r)
     rt_index_sweep(r->cache.index);
 }
 
+static void tell_full(struct rt_target *t)
+{
+    if (t->feed.full && !t->full_told) {
+        t->full_told = true;
+        BT_WARN("cache",
+                "node=%s rank=%u most=%llu msg=\"says to have more blocks than "
+                "index.max_blocks_per_node lets in: the rest is unknown here\"",
+                t->node->name, t->rank, (unsigned long long)t->feed.most);
+    }
+}
+
 void rt_cache_events(struct rt_node *n, const Baton__V1__CacheEvents *m)
 {
     struct rt_target *t = target_of(n, m->rank);
 
     if (t) {
         send_ask(t, rt_feed_events(&t->feed, m, bt_loop_now(n->router->loop)));
+        tell_full(t);
     }
     sweep(n->router);
 }
@@ -260,6 +274,7 @@ void rt_cache_snapshot(struct rt_node *n, const Baton__V1__CacheSnapshot *m)
 
     if (t) {
         send_ask(t, rt_feed_snapshot(&t->feed, m, bt_loop_now(n->router->loop), &old));
+        tell_full(t);
     }
     if (old != RT_VIEW_NONE) {
         move_guesses(t, old);

@@ -161,6 +161,15 @@ static const struct bt_conf_opt opts[] = {
                      0,
                      600000,
                      "How long a request waits for nodes that can take it."),
+    BT_CONF_INT(
+        struct rt_conf,
+        max_node_blocks,
+        "index.max_blocks_per_node",
+        "8388608",
+        1024,
+        INT64_C(1) << 32,
+        "Blocks that the index takes from one node, all ranks together; what a node says to "
+        "have beyond is unknown here. 16 bytes each, twice while a node tells all anew."),
     BT_CONF_DURATION(struct rt_conf,
                      node_silence_ns,
                      "node.silence",

@@ -44,7 +44,7 @@ struct rt_conf {
     int64_t max_queued, tenant_queued, tenant_running;
     char *weights;
     uint64_t max_request_bytes, max_queued_bytes;
-    int64_t max_active, local_below_tokens, retries;
+    int64_t max_active, local_below_tokens, retries, max_node_blocks;
     uint64_t wait_ns, node_silence_ns, drain_timeout_ns;
     struct rt_http_conf http;
 };
@@ -176,6 +176,7 @@ struct rt_target {
     uint32_t sent_requests; /* not in the load yet */
     /* cache.c */
     struct rt_feed feed;
+    bool full_told;
     struct rt_speed speed;
     struct rt_work work;
     uint64_t own_tokens; /* of prompts that this router has sent and that are not done */

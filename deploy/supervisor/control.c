@@ -1,6 +1,7 @@
 /* The control socket: who may ask, what is asked, what is answered (protocol.h).
  *
- * A client that sends what is no request, or does not take its answer, loses its connection.
+ * A client that sends what is no request, does not take its answer, or asks nothing for
+ * client_idle, loses its connection.
  * Nothing here blocks. A request is checked whole before any of it is done. */
 #include "deploy/supervisor/supervisor.h"
 
@@ -23,6 +24,7 @@
 struct sv_client {
     struct bt_list link; /* sv.clients */
     int fd;
+    uint64_t heard_ns;
 };
 
 /* --- answers --------------------------------------------------------------------------------- */
@@ -325,8 +327,8 @@ static bool send_json(int fd, json_t *take_doc)
     return ok;
 }
 
-/* False: the client is to go. */
-static bool serve(struct sv *sv, struct sv_client *c)
+/* False: the client is to go. *ret_asked: it has sent something. */
+static bool serve(struct sv *sv, struct sv_client *c, bool *ret_asked)
 {
     static char packet[SV_PACKET_MAX + 1];
     const struct bt_json_caps caps = {.bytes = SV_PACKET_MAX, .values = 4000, .depth = 6};
@@ -335,6 +337,7 @@ static bool serve(struct sv *sv, struct sv_client *c)
     json_t *m = NULL, *out;
     int rc;
 
+    *ret_asked = n > 0;
     if (n < 0) {
         return errno == EAGAIN || errno == EINTR;
     }
@@ -377,6 +380,7 @@ static void take_clients(struct sv *sv)
             continue;
         }
         c->fd = fd;
+        c->heard_ns = bt_now_ns();
         bt_list_push_back(&sv->clients, &c->link);
         n++;
     }
@@ -395,15 +399,26 @@ size_t sv_control_poll(struct sv *sv, struct pollfd *fds, size_t max)
     return n;
 }
 
-void sv_control_turn(struct sv *sv)
+void sv_control_turn(struct sv *sv, uint64_t *ret_next_ns)
 {
+    uint64_t now = bt_now_ns();
+
     take_clients(sv);
     bt_list_for_each_safe (it, &sv->clients) {
         struct sv_client *c = BT_LIST_ENTRY(it, struct sv_client, link);
 
-        if (!serve(sv, c)) {
+        bool asked = false;
+
+        if (!serve(sv, c, &asked) || (!asked && now >= c->heard_ns + sv->client_idle_ns)) {
             drop(c);
+        } else if (asked) {
+            c->heard_ns = now;
         }
+    }
+    bt_list_for_each (it, &sv->clients) {
+        uint64_t heard = BT_LIST_ENTRY(it, struct sv_client, link)->heard_ns;
+
+        *ret_next_ns = BT_MIN(*ret_next_ns, heard + sv->client_idle_ns);
     }
 }
 

@@ -17,6 +17,7 @@ struct sv_conf {
     struct bt_node_conf common;
     char *roles, *run, *socket;
     bool boot_retry;
+    uint64_t client_idle_ns;
 };
 
 #define S struct sv_conf
@@ -36,6 +37,13 @@ static const struct bt_conf_opt opts[] = {
                  "boot_retry",
                  "off",
                  "Start again what ends before all processes were ready once, instead of ending."),
+    BT_CONF_DURATION(S,
+                     client_idle_ns,
+                     "client_idle",
+                     "30s",
+                     100,
+                     86400000,
+                     "A client of the socket that asks nothing for this long is closed."),
 };
 #undef S
 
@@ -121,6 +129,7 @@ static int run(struct bt_node *node, const struct sv_conf *conf)
     a.node = node;
     a.sv = (struct sv){.run = conf->run,
                        .boot_retry = conf->boot_retry,
+                       .client_idle_ns = conf->client_idle_ns,
                        .wake_fd = -1,
                        .lock_fd = -1,
                        .listen_fd = -1,

@@ -228,11 +228,12 @@ void sv_stop(struct sv *sv)
 
 void sv_run(struct sv *sv)
 {
-    uint64_t next;
+    uint64_t next, idle = BT_NEVER_NS; /* idle: when a client has been silent for too long */
 
     while (turn(sv, &next)) {
-        wait_for_events(sv, next);
-        sv_control_turn(sv);
+        wait_for_events(sv, BT_MIN(next, idle));
+        idle = BT_NEVER_NS;
+        sv_control_turn(sv, &idle);
     }
     sv_state_write(sv);
 }

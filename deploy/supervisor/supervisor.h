@@ -64,6 +64,7 @@ struct sv_client; /* control.c */
 struct sv {
     const char *run; /* folder for logs, ready files, state */
     bool boot_retry;
+    uint64_t client_idle_ns;
     struct sv_role *roles[SV_MAX_ROLES]; /* in the order of their start */
     size_t n_roles;
     size_t boot;   /* roles below have been started */
@@ -129,6 +130,7 @@ void sv_control_close(struct sv *sv);
 struct pollfd;
 /* Descriptors to be polled, at most `max`; and what came of it. */
 size_t sv_control_poll(struct sv *sv, struct pollfd *fds, size_t max);
-void sv_control_turn(struct sv *sv);
+/* *ret_next_ns is lowered to when to look again. */
+void sv_control_turn(struct sv *sv, uint64_t *ret_next_ns);
 
 #endif

@@ -427,12 +427,49 @@ static void bad_request(struct rt_http_conn *c)
     rt_http_respond_error(c, status, NULL, NULL, why);
 }
 
+/* Looks for a line that begins with a blank (RFC 9112 5.2): it would go on with the header before
+ * it, which readers understand differently, and the parser lets it pass. The bytes come in any
+ * pieces, up to the end of the header. */
+static bool is_folded(struct rt_http_conn *c, const char *p, size_t n)
+{
+    for (size_t i = 0; i < n && c->line != RT_HTTP_LINE_OVER; i++) {
+        const char *nl;
+
+        switch (c->line) {
+        case RT_HTTP_LINE_FIRST: /* empty lines before a request are passed over */
+            c->line = p[i] == '\r' || p[i] == '\n' ? RT_HTTP_LINE_FIRST : RT_HTTP_LINE_INSIDE;
+            break;
+        case RT_HTTP_LINE_BEGIN:
+            if (p[i] == ' ' || p[i] == '\t') {
+                return true;
+            }
+            c->line = p[i] == '\n' || p[i] == '\r' ? RT_HTTP_LINE_OVER : RT_HTTP_LINE_INSIDE;
+            break;
+        case RT_HTTP_LINE_INSIDE:
+        case RT_HTTP_LINE_OVER:
+            nl = memchr(p + i, '\n', n - i);
+            i = nl ? (size_t)(nl - p) : n;
+            c->line = nl ? RT_HTTP_LINE_BEGIN : RT_HTTP_LINE_INSIDE;
+            break;
+        }
+    }
+    return false;
+}
+
 /* Feeds the parser; what is behind the end of a request stays in `in`. */
 static void parse(struct rt_http_conn *c, const char *p, size_t n)
 {
-    size_t used = http_parser_execute(&c->parser, &settings, p, n);
-    enum http_errno e = HTTP_PARSER_ERRNO(&c->parser);
+    size_t used;
+    enum http_errno e;
 
+    if ((c->phase == RT_HTTP_IDLE || c->phase == RT_HTTP_HEADER) && is_folded(c, p, n)) {
+        c->in.n = 0;
+        refuse(c, 400, "a header over several lines");
+        bad_request(c);
+        return;
+    }
+    used = http_parser_execute(&c->parser, &settings, p, n);
+    e = HTTP_PARSER_ERRNO(&c->parser);
     if (e == HPE_PAUSED) {
         http_parser_pause(&c->parser, 0);
         if (p == c->in.p) {
@@ -551,6 +588,7 @@ void rt_http_conn_event(struct rt_http_conn *c, uint32_t events)
 void rt_http_conn_done(struct rt_http_conn *c)
 {
     c->ex = NULL;
+    c->line = RT_HTTP_LINE_FIRST;
     set_phase(c, RT_HTTP_IDLE, c->h->conf->idle_ns);
     rt_http_conn_dirty(c);
     parse_rest(c);

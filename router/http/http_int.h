@@ -128,6 +128,14 @@ enum rt_http_phase {
     RT_HTTP_LINGER, /* closed for writing; what the client still sends is thrown away */
 };
 
+/* Where the header's bytes have got to, for what the parser lets pass. */
+enum rt_http_line {
+    RT_HTTP_LINE_FIRST, /* nothing of the request has come */
+    RT_HTTP_LINE_INSIDE,
+    RT_HTTP_LINE_BEGIN,
+    RT_HTTP_LINE_OVER, /* the header is whole, or is none */
+};
+
 struct rt_http_conn {
     struct bt_list link;  /* rt_http.conns */
     struct bt_list dirty; /* rt_http.dirty */
@@ -156,6 +164,7 @@ struct rt_http_conn {
     char field[32];
     size_t n_field;
     bool in_value, expect, has_host;
+    enum rt_http_line line;
     char auth[600];
     struct bt_who who; /* of the request that is being answered */
     size_t n_auth, n_request_id;

@@ -242,6 +242,25 @@ static double node_value(const struct rt_node *n, int f)
     return f == 2 ? (total > 0 ? sum / total : 0) : sum;
 }
 
+/* Ranks, of daemons too, that say to have more blocks than the index lets in. */
+static int put_index(const struct rt_router *r, struct bt_buf *b)
+{
+    static const char name[] = "baton_router_index_full";
+    unsigned n_full = 0;
+    int rc = rt_http_put_help(
+        b, name, "gauge",
+        "Ranks of nodes that say to have more blocks than index.max_blocks_per_node.");
+
+    bt_list_for_each (it, &r->nodes) {
+        const struct rt_node *n = BT_LIST_ENTRY(it, struct rt_node, link);
+
+        for (uint32_t i = 0; i < n->n_targets; i++) {
+            n_full += n->targets[i].feed.full;
+        }
+    }
+    return rc < 0 ? rc : bt_buf_printf(b, "%s %u\n", name, n_full);
+}
+
 static int put_nodes(const struct rt_router *r, struct bt_buf *b)
 {
     static const struct {
@@ -362,7 +381,8 @@ int rt_http_put_series(const struct rt_router *r, struct bt_buf *b)
     int rc;
 
     if ((rc = put_times(s, b)) < 0 || (rc = put_stages(s, b)) < 0 || (rc = put_tiers(s, b)) < 0 ||
-        (rc = put_tenants(s, b)) < 0 || (rc = put_nodes(r, b)) < 0 || (rc = put_ops(r, b)) < 0) {
+        (rc = put_tenants(s, b)) < 0 || (rc = put_nodes(r, b)) < 0 || (rc = put_index(r, b)) < 0 ||
+        (rc = put_ops(r, b)) < 0) {
         return rc;
     }
     return put_info(r, b);

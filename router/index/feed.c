@@ -17,6 +17,14 @@ int rt_feed_open(struct rt_feed *f, struct rt_index *index)
     return rt_index_open(index, &f->view);
 }
 
+void rt_feed_limit(struct rt_feed *f, uint64_t most)
+{
+    f->most = most;
+    if (f->view != RT_VIEW_NONE) {
+        rt_index_limit(f->index, f->view, most);
+    }
+}
+
 void rt_feed_close(struct rt_feed *f)
 {
     rt_index_close(f->index, f->building);
@@ -62,6 +70,12 @@ static uint64_t count(const Baton__V1__CacheEvents *m)
     return n;
 }
 
+/* Applies them. What is missing for lack of memory the digest tells. */
+static bool apply_all(struct rt_feed *f, uint16_t view, const struct kv_event *ev, size_t n)
+{
+    return rt_index_apply(f->index, view, ev, n) == BT_E_EXHAUSTED;
+}
+
 /* One CacheEvent without its first `skip` blocks. Unknown tiers and changes are counted and left
  * out: a later version's. */
 static void apply(struct rt_feed *f, const Baton__V1__CacheEvent *e, uint64_t skip)
@@ -78,13 +92,13 @@ static void apply(struct rt_feed *f, const Baton__V1__CacheEvent *e, uint64_t sk
         for (size_t i = skip; i < e->n_blocks; i++) {
             buf[n++] = (struct kv_event){e->blocks[i], (uint8_t)e->change, (uint8_t)e->tier};
             if (n == BATCH) {
-                (void)!rt_index_apply(f->index, f->view, buf, n); /* the digest tells */
+                f->full |= apply_all(f, f->view, buf, n);
                 n = 0;
             }
         }
     }
     if (n > 0) {
-        (void)!rt_index_apply(f->index, f->view, buf, n);
+        f->full |= apply_all(f, f->view, buf, n);
     }
 }
 
@@ -135,7 +149,7 @@ static void add_blocks(struct rt_feed *f, const Baton__V1__CacheSnapshot *m)
     for (size_t i = 0; i < m->n_blocks; i++) {
         buf[n++] = (struct kv_event){m->blocks[i], KV_EVENT_STORED, (uint8_t)m->tier};
         if (n == BATCH || i + 1 == m->n_blocks) {
-            (void)!rt_index_apply(f->index, f->building, buf, n);
+            f->building_full |= apply_all(f, f->building, buf, n);
             n = 0;
         }
     }
@@ -154,7 +168,10 @@ struct rt_feed_ask rt_feed_snapshot(struct rt_feed *f,
         rt_index_close(f->index, f->building);
         if (rt_index_open(f->index, &f->building) < 0) {
             f->building = RT_VIEW_NONE;
+        } else {
+            rt_index_limit(f->index, f->building, f->most);
         }
+        f->building_full = false;
         f->built = 0;
     }
     if (f->building != RT_VIEW_NONE && m->before != f->built) { /* a part was lost */
@@ -172,6 +189,7 @@ struct rt_feed_ask rt_feed_snapshot(struct rt_feed *f,
         *ret_old = f->view;
         f->view = f->building;
         f->building = RT_VIEW_NONE;
+        f->full = f->building_full;
         f->seq = m->seq;
         f->asked_ns = 0;
         f->drifted = false;
@@ -208,7 +226,7 @@ struct rt_feed_ask rt_feed_load(struct rt_feed *f, const Baton__V1__NodeLoad *m,
         return ask(f, false, now_ns);
     }
     /* What is behind our number is an older load, overtaken by events. */
-    if (m->cache_seq < f->seq || agrees(f, m)) {
+    if (m->cache_seq < f->seq || f->full || agrees(f, m)) {
         return nothing;
     }
     f->drifts++;

@@ -23,6 +23,8 @@ struct rt_feed {
     uint64_t seq;                              /* of the last change applied */
     uint64_t asked_ns;                         /* 0 = no question is open */
     bool drifted;                              /* the open question is for a snapshot */
+    uint64_t most;                             /* blocks of a view; 0 = any number */
+    bool full, building_full;                  /* the node says that it has more */
     uint64_t gaps, drifts, snapshots, changes; /* counted */
 };
 
@@ -38,6 +40,10 @@ struct rt_feed_ask {
 int rt_feed_open(struct rt_feed *f, struct rt_index *index) BT_MUST_USE;
 void rt_feed_close(struct rt_feed *f); /* also one that is not open, if zeroed by init */
 void rt_feed_init(struct rt_feed *f);
+
+/* The view holds at most so many blocks. A node that has more is followed as far as that goes: what
+ * is beyond is unknown (f->full), which is no drift. */
+void rt_feed_limit(struct rt_feed *f, uint64_t most);
 
 /* The first question of a session; state of an earlier session of the same life is kept. */
 struct rt_feed_ask rt_feed_begin(struct rt_feed *f, uint64_t now_ns);

@@ -34,10 +34,11 @@ enum view_state { VIEW_FREE, VIEW_OPEN, VIEW_CLOSED };
 struct view {
     enum view_state state;
     bool shared;
-    uint32_t look;    /* number of the look-up that has touched its run */
-    uint32_t run;     /* its place in runs */
-    uint64_t n_guess; /* guesses not yet withdrawn, counted */
-    uint64_t swept;   /* sweeps begun before it was closed */
+    uint32_t look;            /* number of the look-up that has touched its run */
+    uint32_t run;             /* its place in runs */
+    uint64_t n_guess;         /* guesses not yet withdrawn, counted */
+    uint64_t swept;           /* sweeps begun before it was closed */
+    uint64_t n_entries, most; /* most: limit of n_entries, 0 = none */
     struct kv_digest digests[RT_INDEX_TIERS];
 };
 
@@ -56,7 +57,8 @@ struct rt_index {
     uint32_t looked;   /* blocks in which something went on */
     uint32_t sweep_at; /* piece */
     uint64_t n_rounds; /* sweeps over all pieces that have begun */
-    uint64_t n_entries, set_bytes;
+    uint64_t owed;     /* entries that the next sweep has to look at, beyond one piece */
+    uint64_t n_entries, n_dead, set_bytes; /* n_dead: entries of closed views */
 };
 
 /* ---- life ---- */
@@ -210,7 +212,7 @@ static uint16_t *entry_of(const struct rt_index *x, struct rt_slot *slot, uint16
     return NULL;
 }
 
-static int add_entry(struct rt_index *x, struct rt_slot *slot, uint16_t entry)
+static int put_entry(struct rt_index *x, struct rt_slot *slot, uint16_t entry)
 {
     struct set *set;
 
@@ -218,7 +220,6 @@ static int add_entry(struct rt_index *x, struct rt_slot *slot, uint16_t entry)
         for (uint32_t i = 0; i < INLINE; i++) {
             if (!(slot->e[i] & ALL_BITS)) {
                 slot->e[i] = entry;
-                x->n_entries++;
                 return BT_OK;
             }
         }
@@ -231,8 +232,21 @@ static int add_entry(struct rt_index *x, struct rt_slot *slot, uint16_t entry)
         return BT_E_NOMEM;
     }
     set->e[set->n++] = entry;
-    x->n_entries++;
     return BT_OK;
+}
+
+static int add_entry(struct rt_index *x, struct rt_slot *slot, uint16_t entry)
+{
+    struct view *v = &x->views[entry >> 4];
+    int rc;
+
+    if (v->most > 0 && v->n_entries >= v->most && !(entry & GUESS)) {
+        return BT_E_EXHAUSTED;
+    }
+    rc = put_entry(x, slot, entry);
+    v->n_entries += rc == BT_OK;
+    x->n_entries += rc == BT_OK;
+    return rc;
 }
 
 static bool is_empty(const struct rt_slot *slot)
@@ -243,7 +257,11 @@ static bool is_empty(const struct rt_slot *slot)
 /* The entry is one of the slot's. */
 static void drop_entry(struct rt_index *x, struct rt_slot *slot, uint16_t *e)
 {
+    struct view *v = &x->views[*e >> 4];
+
     x->n_entries--;
+    v->n_entries--;
+    x->n_dead -= v->state == VIEW_CLOSED;
     if (slot->many != MANY) {
         *e = 0;
     } else {
@@ -262,6 +280,7 @@ static int change(struct rt_index *x, uint64_t key, uint16_t view, unsigned set,
     struct rt_slot *slot = set ? rt_table_obtain(&x->table, key) : rt_table_find(&x->table, key);
     uint16_t *e = slot ? entry_of(x, slot, view) : NULL;
     unsigned had = e ? *e & ALL_BITS : 0, now = (had | set) & ~unset;
+    int rc = BT_OK;
 
     if (!slot) {
         return set ? BT_E_NOMEM : 0;
@@ -272,16 +291,13 @@ static int change(struct rt_index *x, uint64_t key, uint16_t view, unsigned set,
         }
     } else if (e) {
         *e = (uint16_t)(view << 4 | now);
-    } else if (add_entry(x, slot, (uint16_t)(view << 4 | now)) < 0) {
-        if (is_empty(slot)) {
-            rt_table_take_out(&x->table, slot);
-        }
-        return BT_E_NOMEM;
+    } else {
+        rc = add_entry(x, slot, (uint16_t)(view << 4 | now));
     }
     if (is_empty(slot)) {
         rt_table_take_out(&x->table, slot);
     }
-    return (int)had;
+    return rc < 0 ? rc : (int)had;
 }
 
 /* ---- changes ---- */
@@ -344,6 +360,7 @@ int rt_index_apply(struct rt_index *x, uint16_t view, const struct kv_event *ev,
     int rc = BT_OK;
 
     BT_BUG_ON(view >= RT_VIEWS_MAX || x->views[view].state != VIEW_OPEN);
+    x->owed += 2 * n;
     for (size_t i = 0; i < BT_MIN(n, (size_t)AHEAD); i++) {
         fetch(x, key_of(x, ev[i].fingerprint));
     }
@@ -438,10 +455,17 @@ void rt_index_close(struct rt_index *x, uint16_t view)
         BT_BUG_ON(view >= RT_VIEWS_MAX || x->views[view].state != VIEW_OPEN);
         x->views[view].state = VIEW_CLOSED;
         x->views[view].swept = x->n_rounds;
+        x->n_dead += x->views[view].n_entries;
         x->n_shared -= x->views[view].shared;
         x->n_open--;
         x->n_closed++;
     }
+}
+
+void rt_index_limit(struct rt_index *x, uint16_t view, uint64_t most)
+{
+    BT_BUG_ON(view >= RT_VIEWS_MAX || x->views[view].state != VIEW_OPEN);
+    x->views[view].most = most;
 }
 
 void rt_index_share(struct rt_index *x, uint16_t view, bool shared)
@@ -506,13 +530,10 @@ static void sweep_piece(struct rt_index *x, uint64_t from, uint64_t last)
     }
 }
 
-bool rt_index_sweep(struct rt_index *x)
+static void sweep_next(struct rt_index *x)
 {
     const uint64_t piece = UINT64_MAX / PIECES + 1;
 
-    if (x->n_closed == 0) {
-        return false;
-    }
     if (x->sweep_at == 0) {
         x->n_rounds++;
     }
@@ -522,6 +543,18 @@ bool rt_index_sweep(struct rt_index *x)
     if (x->sweep_at == 0) {
         end_round(x);
     }
+}
+
+bool rt_index_sweep(struct rt_index *x)
+{
+    if (x->n_closed == 0) {
+        x->owed = 0;
+        return false;
+    }
+    do { /* two entries are looked at for each that came: so what is left does not pile up */
+        sweep_next(x);
+        x->owed -= BT_MIN(x->owed, x->table.n / PIECES + 1);
+    } while (x->owed > 0);
     return x->n_closed > 0;
 }
 
@@ -725,6 +758,7 @@ uint32_t rt_index_looked_store(const struct rt_index *x)
 struct rt_index_stats rt_index_stats(const struct rt_index *x)
 {
     struct rt_index_stats s = {.entries = x->n_entries,
+                               .dead = x->n_dead,
                                .guesses = x->guesses.n,
                                .views = x->n_open,
                                .closed = x->n_closed};

@@ -35,15 +35,19 @@ void rt_index_destroy(struct rt_index *x); /* NULL is fine */
 int rt_index_open(struct rt_index *x, uint16_t *ret_view) BT_MUST_USE;
 /* RT_VIEW_NONE is fine. Guesses may still be withdrawn afterwards. */
 void rt_index_close(struct rt_index *x, uint16_t view);
-/* Sweeps a part of what closed views left: false = nothing is left to sweep. */
+/* Sweeps a part of what closed views left, more of it the more has come since: however fast views
+ * come and go, what they leave stays below a few times what comes between two sweeps and what is
+ * open. False = nothing is left to sweep. */
 bool rt_index_sweep(struct rt_index *x);
 
 /* Whether what the view has in host memory and on disk can be had by all that are part of the KV
  * store: a daemon's, or a node's that serves its tiers. Not at first. */
 void rt_index_share(struct rt_index *x, uint16_t view, bool shared);
 
+/* A view holds at most so many blocks, guesses not counted against it; 0 = any number. */
+void rt_index_limit(struct rt_index *x, uint16_t view, uint64_t most);
 /* Changes of a view, in order. What changes nothing is fine. BT_E_NOMEM: some are missing, which
- * the digest will tell. */
+ * the digest will tell. BT_E_EXHAUSTED: some are, since the view is full. */
 int rt_index_apply(struct rt_index *x, uint16_t view, const struct kv_event *ev, size_t n)
     BT_MUST_USE;
 /* As the node's own log makes it from the same changes. */
@@ -71,6 +75,7 @@ uint32_t rt_index_looked_store(const struct rt_index *x);
 
 struct rt_index_stats {
     uint64_t blocks, entries; /* closed views' included until swept */
+    uint64_t dead;            /* of the entries: closed views' */
     uint64_t guesses;
     uint64_t bytes; /* of memory, all of it */
     uint32_t views, closed;

@@ -129,7 +129,11 @@ def ask(h, data):
     (b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 400),
     (b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n"
      b"0\r\n\r\n", 400),
-], ids=range(20))
+    (b"GET /health HTTP/1.1\r\nHost: a\r\nX: a\r\n b\r\n\r\n", 400),  # a header over two lines
+    (b"GET /health HTTP/1.1\r\nHost: a\r\n\tb\r\n\r\n", 400),
+    (b"GET /health HTTP/1.1\r\nHost:\r\n a\r\n\r\n", 400),
+    (b"GET /health HTTP/1.1\r\nHost: a\r\nTransfer-Encoding:\r\n chunked\r\n\r\n", 400),
+], ids=range(24))
 def test_garbage_is_answered_and_closed(h, data, want):
     got = status(ask(h, data))
     assert got in (want if isinstance(want, tuple) else (want,))
@@ -251,6 +255,21 @@ def test_a_body_that_is_not_wanted_is_answered_at_once(closed, extra, want):
     with Raw(closed) as s:
         data = s.send("GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc").all()
         assert status(data) == 200 and data.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("value", [b"abcdef", b"  ab cd ", b"", b"  "])
+def test_headers_in_pieces_are_whole_and_folded_ones_are_not(h, value):
+    """Wherever the bytes are cut: what is one line is taken, what is two is refused."""
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Thing:" + value + b"\r\nConnection: close\r\n"
+    for folded in (False, True):
+        data = head + (b"X: a\r\n b\r\n" if folded else b"X: a b\r\n") + b"\r\n"
+        for at in (*range(44, len(data)), None):
+            with Raw(h) as s:
+                s.s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for part in ([data[:at], data[at:]] if at else [data[i:i + 1] for i in range(len(data))]):
+                    s.send_some(part)
+                    time.sleep(0.001)
+                assert status(s.all()) == (400 if folded else 200), (folded, at)
 
 
 def test_chunked_body_in_pieces(h):

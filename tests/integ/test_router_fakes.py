@@ -7,6 +7,7 @@ import pytest
 
 from cluster import eventually
 from fakenode import FakeNode
+from test_http import Http
 from wire import DIRECT, LENGTH, LOCAL, STOP, Answer, GenerateResponse, request
 
 pytestmark = pytest.mark.sanitize
@@ -282,6 +283,29 @@ def test_a_node_that_refuses_the_version_says_why(fakes):
     c = fakes(d, wait=False)
     eventually(lambda: any("4 to 5 are spoken here" in n.reason for n in c.client.server().nodes), 10)
     assert not d.starts and not c.ready_nodes()
+
+
+def test_a_node_cannot_make_the_index_grow_without_end(fakes):
+    """Events and pictures of blocks that are none: what is beyond the limit is left out, told once, and counted."""
+    d = FakeNode("d0", "both", block_tokens=128, on_start=local([40]))
+    c = fakes(d, router_args=["--index.max_blocks_per_node=2048", "--http.listen=127.0.0.1:0"])
+    c.allow("index.max_blocks_per_node")
+    s, seq = d.sessions[-1], 1
+    for part in range(30):
+        blocks = [(part * 1000 + i + 1) * 0x9E3779B97F4A7C15 % 2**64 for i in range(1000)]
+        s.send(events=dict(seq=seq, events=[dict(change=0, tier=part % 3, blocks=blocks)]))
+        seq += len(blocks)
+    eventually(lambda: c.client.server().cache.index_entries == 2048)
+    for part in range(30):  # each is a new picture, of which the last part never comes
+        blocks = [(part * 1000 + i + 1) * 0x9E3779B97F4A7C15 % 2**64 for i in range(5000)]
+        s.send(snapshot=dict(seq=seq, first=True, blocks=blocks))
+    s.send(snapshot=dict(seq=seq, first=True, last=True, blocks=[1, 2, 3]))
+    eventually(lambda: c.client.generate(ids=[5], max_tokens=1).tokens and c.client.server().cache.index_entries < 35 * 2048)
+    log = c.procs["router"].log.read_text()
+    assert log.count("index.max_blocks_per_node lets in") == 1
+    assert Http(c).metric("baton_router_index_full") == 0  # the last picture fits
+    s.send(events=dict(seq=seq + 1, events=[dict(change=0, tier=0, blocks=range(10, 5010))]))
+    eventually(lambda: Http(c).metric("baton_router_index_full") == 1)
 
 
 def test_no_node_names_what_is_missing(fakes):

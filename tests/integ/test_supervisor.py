@@ -1,6 +1,7 @@
 """The supervisor and the commands of batonctl that change what it runs, on real clusters."""
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -301,6 +302,29 @@ def test_hostile_requests(supervised):
             assert got == b"" or json.loads(got)["ok"] is False
     assert s.ask(op="status")["ok"]
     assert os.stat(s.socket).st_mode & 0o777 == 0o600 and os.stat(s.run).st_mode & 0o777 == 0o700
+
+
+def test_idle_clients_are_closed_and_make_room(supervised):
+    """Whoever opens connections and asks nothing keeps batonctl out for client_idle, not for ever."""
+    s = supervised(supervisor_args=["--client_idle=1s"])
+    held = []
+    for _ in range(120):
+        k = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        k.connect(str(s.socket))
+        k.settimeout(20)
+        held.append(k)
+    asks = held.pop(50)
+
+    def all_closed():  # one that asks now and then stays
+        asks.send(b'{"op": "status"}')
+        assert json.loads(asks.recv(1 << 17))["ok"]
+        return len(select.select(held, [], [], 0)[0]) == len(held)
+    eventually(all_closed, 20, "idle clients are closed")
+    for k in held:
+        assert k.recv(1) == b""
+        k.close()
+    asks.close()
+    assert s.ctl("scale", "decode=1", "--dry-run").returncode == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be another user")

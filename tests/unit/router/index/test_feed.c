@@ -285,12 +285,49 @@ static void test_odd_messages(void **state)
     close_line(&l);
 }
 
+/* A node that says to have more than it may is followed as far as that goes, and is not asked again
+ * and again for what does not fit; a picture that fits makes it one like others. */
+static void test_a_full_view_is_no_drift(void **state)
+{
+    struct line l;
+
+    open_line(&l, 0, 1u << 14);
+    rt_feed_limit(&l.feed, 500);
+    change(&l, 10000);
+    pump(&l);
+    assert_true(l.feed.full);
+    assert_true(rt_index_stats(l.index).entries <= 500);
+    assert_false(agrees(&l));
+    for (int i = 0; i < 20; i++) {
+        l.now += 1000 * MS;
+        send_load(&l);
+        change(&l, 100);
+        pump(&l);
+    }
+    assert_int_equal(l.feed.snapshots + l.feed.drifts, 0);
+    evnode_follow(&l.node, 0, true); /* a whole picture: still too large */
+    pump(&l);
+    assert_int_equal(l.feed.snapshots, 1);
+    assert_true(l.feed.full && rt_index_stats(l.index).entries <= 1000); /* the old one unswept */
+    rt_feed_limit(&l.feed, 0);
+    evnode_follow(&l.node, 0, true);
+    pump(&l);
+    assert_false(l.feed.full);
+    send_load(&l);
+    assert_int_equal(l.feed.drifts, 0);
+    close_line(&l);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_without_loss),     cmocka_unit_test(test_late_start),
-        cmocka_unit_test(test_loss_is_repaired), cmocka_unit_test(test_drift_is_repaired),
-        cmocka_unit_test(test_restart_clears),   cmocka_unit_test(test_odd_messages),
+        cmocka_unit_test(test_without_loss),
+        cmocka_unit_test(test_late_start),
+        cmocka_unit_test(test_loss_is_repaired),
+        cmocka_unit_test(test_drift_is_repaired),
+        cmocka_unit_test(test_restart_clears),
+        cmocka_unit_test(test_odd_messages),
+        cmocka_unit_test(test_a_full_view_is_no_drift),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -373,13 +373,88 @@ static void test_bytes_per_entry(void **state)
     rt_index_destroy(x);
 }
 
+/* A view that is full takes nothing more, guesses aside; what leaves makes room. */
+static void test_a_view_has_a_limit(void **state)
+{
+    struct rt_index *x;
+    uint16_t v, other;
+    struct kv_event ev[200];
+    uint64_t guesses[] = {900, 901};
+
+    assert_int_equal(rt_index_create(&x, NULL), BT_OK);
+    assert_int_equal(rt_index_open(x, &v), BT_OK);
+    assert_int_equal(rt_index_open(x, &other), BT_OK);
+    rt_index_limit(x, v, 100);
+    for (uint64_t i = 0; i < 200; i++) {
+        ev[i] = (struct kv_event){i + 1, KV_EVENT_STORED, 0};
+    }
+    assert_int_equal(rt_index_apply(x, v, ev, 100), BT_OK);
+    assert_int_equal(rt_index_apply(x, v, ev + 100, 100), BT_E_EXHAUSTED);
+    assert_int_equal(rt_index_digest(x, v, 0).n, 100);
+    assert_int_equal(rt_index_stats(x).entries, 100);
+    assert_int_equal(rt_index_stats(x).blocks, 100); /* no slot is left of what was refused */
+    assert_int_equal(rt_index_apply(x, other, ev, 200), BT_OK);
+    assert_int_equal(rt_index_guess(x, v, guesses, 2), BT_OK);
+    rt_index_withdraw(x, v, guesses, 2);
+    for (size_t i = 0; i < 10; i++) { /* another tier of a block that is there is no new entry */
+        ev[i].tier = 1;
+    }
+    assert_int_equal(rt_index_apply(x, v, ev, 10), BT_OK);
+    for (size_t i = 10; i < 20; i++) {
+        ev[i].kind = KV_EVENT_REMOVED;
+    }
+    assert_int_equal(rt_index_apply(x, v, ev + 10, 10), BT_OK);
+    assert_int_equal(rt_index_apply(x, v, ev + 100, 10), BT_OK);
+    assert_int_equal(rt_index_apply(x, v, ev + 110, 1), BT_E_EXHAUSTED);
+    rt_index_destroy(x);
+}
+
+/* Views that come and go faster than they are swept piece by piece: what they leave is bounded. */
+static void test_what_closed_views_leave_is_bounded(void **state)
+{
+    enum { N = 20000, ROUNDS = 100 };
+    struct kv_event *ev = bt_calloc(N, sizeof(*ev));
+    struct rt_index *x;
+    uint64_t most = 0;
+
+    assert_non_null(ev);
+    assert_int_equal(rt_index_create(&x, NULL), BT_OK);
+    for (uint64_t r = 0; r < ROUNDS; r++) {
+        struct rt_index_stats st;
+        uint16_t v;
+
+        assert_int_equal(rt_index_open(x, &v), BT_OK);
+        for (uint64_t i = 0; i < N; i++) {
+            ev[i] = (struct kv_event){(r * N + i + 1) * 0x9e3779b97f4a7c15ull, KV_EVENT_STORED, 0};
+        }
+        assert_int_equal(rt_index_apply(x, v, ev, N), BT_OK);
+        rt_index_close(x, v);
+        rt_index_sweep(x);
+        st = rt_index_stats(x);
+        assert_true(st.dead == st.entries);
+        most = BT_MAX(most, st.entries);
+    }
+    assert_true(most <= 3 * N);
+    while (rt_index_sweep(x)) {
+    }
+    assert_int_equal(rt_index_stats(x).entries, 0);
+    assert_int_equal(rt_index_stats(x).dead, 0);
+    rt_index_destroy(x);
+    free(ev);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_fingerprints_of_a_liar), cmocka_unit_test(test_runs_into_the_store),
-        cmocka_unit_test(test_runs_by_tier),           cmocka_unit_test(test_guesses_are_counted),
-        cmocka_unit_test(test_closed_views),           cmocka_unit_test(test_against_a_model),
+        cmocka_unit_test(test_fingerprints_of_a_liar),
+        cmocka_unit_test(test_runs_into_the_store),
+        cmocka_unit_test(test_runs_by_tier),
+        cmocka_unit_test(test_guesses_are_counted),
+        cmocka_unit_test(test_closed_views),
+        cmocka_unit_test(test_against_a_model),
         cmocka_unit_test(test_bytes_per_entry),
+        cmocka_unit_test(test_a_view_has_a_limit),
+        cmocka_unit_test(test_what_closed_views_leave_is_bounded),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
