@@ -27,6 +27,12 @@
 
 #define STEP_OUTPUTS 64 /* least capacity of a step */
 
+/* Of a guess how fast prompts are computed: what is usual for a processor's thread and for a card,
+ * to a factor of a few, and what a token costs at least. */
+#define THREAD_FLOPS   1e11
+#define DEVICE_FLOPS   1e14
+#define LEAST_TOKEN_NS (50 * BT_NS_PER_US)
+
 struct cancel {
     struct bt_msg msg;
     uint64_t tag;
@@ -249,7 +255,7 @@ static void run_step(struct kn_engine *e, const struct kn_step_plan *plan)
         kn_sched_step_failed(e->sched, plan, rc, bt_err_msg(&err, rc));
         return;
     }
-    ns = bt_now_ns() - begin_ns;
+    ns = bt_now_ns() - begin_ns - layer.waited_ns;
     kn_note_step(e, plan, ns);
     kn_sched_measured(e->sched, plan, ns);
     kn_xfer_step_done(e, plan);
@@ -442,6 +448,18 @@ static uint64_t clock_ns(void *arg)
     return bt_now_ns();
 }
 
+/* What a token of a prompt costs, as far as its products tell: before the first prompt was computed
+ * this decides between computing one and bringing it. */
+static uint64_t guess_token_ns(const struct kn_engine *e)
+{
+    const struct bt_model_config *c = bt_model_config(e->cfg.file);
+    double d = c->d_model, heads = (double)(c->n_heads + c->n_kv_heads) * c->head_dim;
+    double flops = 2.0 * c->n_layers * (2 * d * heads + 3 * d * c->d_ff);
+    double ns = flops / (e->cfg.device ? DEVICE_FLOPS : THREAD_FLOPS * e->cfg.n_threads) * 1e9;
+
+    return BT_MAX((uint64_t)ns, LEAST_TOKEN_NS);
+}
+
 static int create_sched(struct kn_engine *e, struct bt_err *err)
 {
     struct kn_sched_cfg cfg = {
@@ -451,6 +469,7 @@ static int create_sched(struct kn_engine *e, struct bt_err *err)
         .n_sources = e->n_sources,
         .n_local = e->n_local_sources,
         .always_bring = e->cfg.always_bring,
+        .guess_token_ns = guess_token_ns(e),
         .post = post,
         .clock = clock_ns,
         .progress = on_progress,

@@ -473,13 +473,15 @@ static uint64_t estimate_ns(const struct kn_sched *sched, uint32_t *ret_rows)
     return ns;
 }
 
+/* On a guess only who is alone: nobody else waits if it was wrong. */
 static void plan_loading(struct planner *p)
 {
     struct kn_sched *sched = p->sched;
+    bool known = kn_rate_known(&sched->rate);
     uint64_t step_ns;
     uint32_t n_rows;
 
-    if (sched->stats.n_state[KN_SEQ_LOADING] == 0 || !kn_rate_known(&sched->rate)) {
+    if (sched->stats.n_state[KN_SEQ_LOADING] == 0) {
         return;
     }
     step_ns = estimate_ns(sched, &n_rows);
@@ -488,7 +490,8 @@ static void plan_loading(struct planner *p)
         uint32_t n = s->state == KN_SEQ_LOADING ? BT_MIN(remaining(s), p->budget) : 0;
         uint64_t own = n ? kn_rate_ns(&sched->rate, position(s), position(s) + n) : 0;
 
-        if (n > 0 && kn_sched_may_overtake(sched, s, step_ns + own, n_rows == 0)) {
+        if (n > 0 && (known || n_rows == 0) &&
+            kn_sched_may_overtake(sched, s, step_ns + own, n_rows == 0)) {
             give_tokens(p, s, n);
             step_ns += own;
             n_rows++;

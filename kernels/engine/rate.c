@@ -4,9 +4,8 @@
 
 #include "common/base/rc.h"
 
-#define FIRST    128.0   /* positions of the first range */
-#define WEIGHT   0.25    /* of a new measurement */
-#define GUESS_NS 50000.0 /* a token, before anything was measured */
+#define FIRST  128.0 /* positions of the first range */
+#define WEIGHT 0.25  /* of a new measurement */
 
 static int range_of(uint32_t pos)
 {
@@ -39,7 +38,7 @@ static double lookup(const struct kn_rate *r, int range)
             return r->ns[i];
         }
     }
-    return GUESS_NS;
+    return r->guess_ns;
 }
 
 uint64_t kn_rate_ns(const struct kn_rate *r, uint32_t from, uint32_t to)

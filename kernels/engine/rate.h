@@ -2,7 +2,8 @@
  *
  * Attention grows with the position, so there is one moving average of nanoseconds a token for each
  * range of positions (powers of two). A step counts if one prompt made up most of it. What was
- * never measured is taken from the nearest shorter range, else from the nearest longer one.
+ * never measured is taken from the nearest shorter range, else from the nearest longer one; before
+ * the first measurement all of it is a guess of the owner's.
  *
  * Thread: its owner's. */
 #ifndef KN_ENGINE_RATE_H
@@ -15,6 +16,7 @@
 
 struct kn_rate {
     double ns[KN_RATE_RANGES]; /* a token; 0 = not measured */
+    double guess_ns;           /* likewise, before anything was measured; set once */
 };
 
 /* n tokens from position pos on, one request's, took ns. */

@@ -11,6 +11,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+/* Of a prompt, if nobody has a better guess. */
+#define GUESS_TOKEN_NS (50 * BT_NS_PER_US)
+
 int kn_sched_create(const struct kn_sched_cfg *cfg, struct kn_sched **ret, struct bt_err *err)
 {
     struct kn_sched *sched;
@@ -32,6 +35,7 @@ int kn_sched_create(const struct kn_sched_cfg *cfg, struct kn_sched **ret, struc
     }
     sched->cfg.sources = sched->sources;
     kn_sched_fit_init(sched);
+    sched->rate.guess_ns = (double)(cfg->guess_token_ns ? cfg->guess_token_ns : GUESS_TOKEN_NS);
     for (int i = 0; i < KN_LIST_NONE; i++) {
         bt_list_init(&sched->lists[i]);
     }
@@ -434,12 +438,16 @@ static void row_complete(struct kn_sched *sched, struct kn_seq *s, const struct 
     }
 }
 
-/* Steps that were mostly one prompt's say what prompts cost. */
+/* Steps that were mostly one prompt's say what prompts cost. Loads beside a step slow it down a
+ * little: it counts only while it is all that is known. */
 #define MEASURE_TOKENS 16
 
 void kn_sched_measured(struct kn_sched *sched, const struct kn_step_plan *plan, uint64_t ns)
 {
-    for (uint32_t i = 0; i < plan->n_rows && plan->n_loading == 0; i++) {
+    if (plan->n_loading > 0 && kn_rate_known(&sched->rate)) {
+        return;
+    }
+    for (uint32_t i = 0; i < plan->n_rows; i++) {
         const struct kn_plan_row *row = &plan->rows[i];
 
         if (row->n_tokens >= MEASURE_TOKENS && row->n_tokens * 2 > plan->n_tokens) {

@@ -71,7 +71,8 @@ struct kn_sched_cfg {
      * them answer at once. Needs an index. */
     struct kv_source *const *sources; /* copied */
     uint32_t n_sources, n_local;
-    bool always_bring; /* what is found is brought, whatever it costs */
+    bool always_bring;       /* what is found is brought, whatever it costs */
+    uint64_t guess_token_ns; /* what a prompt's token costs, before any was measured; 0 = 50 us */
     /* Any thread: has msg->handle run on the scheduler's, soon. NULL without sources. */
     void (*post)(void *arg, struct bt_msg *msg);
     uint64_t (*clock)(void *arg); /* any thread */
@@ -131,7 +132,7 @@ void kn_sched_layer_waited(struct kn_sched *sched,
                            uint64_t ns);
 /* The loads behind which s computes are done and brought everything. */
 bool kn_sched_loads_whole(const struct kn_sched *sched, const struct kn_seq *s);
-/* It took ns to run. */
+/* It took ns to run, besides waiting for loads. */
 void kn_sched_measured(struct kn_sched *sched, const struct kn_step_plan *plan, uint64_t ns);
 /* The plan was run; `drawn` holds n_draws tokens in the order of the rows. */
 void kn_sched_step_done(struct kn_sched *sched,

@@ -125,5 +125,6 @@ void kn_store_status(struct kn_serve *s, Baton__V1__NodeStatus *m)
         m->store_loaded = st.loaded_blocks;
         m->store_offered = st.puts;
         m->store_daemons = st.daemons;
+        m->store_load_rate = st.bytes_per_s;
     }
 }

@@ -79,9 +79,29 @@ static struct ring *ring_new(struct bt_members *ms)
     return r;
 }
 
+/* [net] Daemons are called before somebody waits for one: a connection takes longer to make than a
+ * layer to bring. */
+static void on_meet(struct bt_msg *msg, void *consumer)
+{
+    struct kv_client *c = BT_CONTAINER_OF(msg, struct kv_client, meet_msg);
+    struct ring *r;
+
+    pthread_mutex_lock(&c->lock);
+    c->meeting = false;
+    pthread_mutex_unlock(&c->lock);
+    r = kv_client_ring(c);
+    for (size_t i = 0; r && i < r->n; i++) {
+        kv_client_dial(c, r->at[i]);
+    }
+    if (r) {
+        kv_client_ring_unref(c, r);
+    }
+}
+
 void kv_client_set_members(struct kv_client *c, struct bt_members *members)
 {
     struct ring *r = ring_new(members), *old;
+    bool meet;
 
     if (!r) {
         BT_WARN("store_members", "msg=\"no memory: known as before\"");
@@ -95,8 +115,13 @@ void kv_client_set_members(struct kv_client *c, struct bt_members *members)
     if (old && --old->refs > 0) {
         old = NULL;
     }
+    meet = r->n > 0 && !c->meeting;
+    c->meeting = c->meeting || meet;
     pthread_mutex_unlock(&c->lock);
     ring_free(old);
+    if (meet) {
+        bt_net_post(c->links.net, &c->meet_msg);
+    }
 }
 
 /* ---- find ---- */
@@ -301,6 +326,10 @@ struct server *kv_client_server(struct kv_link *l)
 
 static void on_ready(void *arg, struct kv_link *l)
 {
+    /* What the first read would have to do. */
+    if (kv_link_method(l) == BT_NET_METHOD_PULL && kv_link_rkey(l, NULL) == BT_OK && l->bytes > 0) {
+        (void)bt_net_view(l->net, l->base, 1);
+    }
     kv_client_loads_ready(arg, l);
     kv_client_puts_ready(arg, l);
 }
@@ -449,6 +478,8 @@ int kv_client_create(const struct kv_client_cfg *cfg, struct kv_client **ret, st
     c->next_req = 1;
     c->cfg.lend_bytes = cfg->lend_bytes ? cfg->lend_bytes : 64u << 20;
     c->cfg.lend_ns = cfg->lend_ns ? cfg->lend_ns : 500 * BT_NS_PER_MS;
+    c->meet_msg.handle = on_meet;
+    bt_list_init(&c->meet_msg.link);
     c->watch = (struct bt_net_timer){.deadline_ns = BT_NEVER_NS, .fn = kv_client_on_watch};
     c->lend_timer =
         (struct bt_net_timer){.deadline_ns = BT_NEVER_NS, .fn = kv_client_on_lend_timer};

@@ -13,6 +13,9 @@
  * the thread "store-put". Bounded: with the queue full or no daemon there, nothing is wanted; wake
  * the engine when daemons have become known.
  *
+ * Daemons are called as soon as the membership names them, other holders when something is asked of
+ * them.
+ *
  * Threads: the net's ("xfer"), "store-put"; the index's "redis-get" finishes look-ups. */
 #ifndef KV_STORE_CLIENT_H
 #define KV_STORE_CLIENT_H

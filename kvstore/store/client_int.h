@@ -53,6 +53,7 @@ struct kv_client {
     uint64_t lent_bytes;
     struct bt_net_timer lend_timer; /* while there are any */
     bool closing;
+    struct bt_msg meet_msg; /* daemons may have become known */
 
     pthread_mutex_t lock;  /* what follows */
     pthread_cond_t cond;   /* store-put: work, slots, stop */
@@ -62,6 +63,7 @@ struct kv_client {
     uint32_t *free_slots, n_free_slots, n_slots;
     uint32_t n_alive; /* pulls and stashes not yet freed */
     bool stopping;
+    bool meeting;          /* meet_msg is under way */
     uint64_t recent[4096]; /* fingerprints of what was offered lately */
     pthread_t putter;
 

@@ -86,6 +86,7 @@ static void tell(struct pull *p)
 
     while (p->n_good > 0 && p->cur < n_layers && p->n_past == p->n_good) {
         p->cur++;
+        p->first_ns = p->first_ns ? p->first_ns : bt_now_ns();
         recount(p);
     }
     atomic_store_explicit(&p->load->n_good, p->n_good, memory_order_release);
@@ -113,10 +114,19 @@ static void cut(struct pull *p, uint32_t i)
     tell(p);
 }
 
+static unsigned long long us_from(const struct pull *p, uint64_t at)
+{
+    return at ? (at - p->start_ns) / BT_NS_PER_US : 0;
+}
+
 static void measure(struct pull *p)
 {
     uint64_t ns = bt_now_ns() - p->start_ns, old, now;
 
+    BT_DEBUG("store_loaded",
+             "blocks=%u of=%u bytes=%llu asked_us=%llu first_layer_us=%llu whole_us=%llu",
+             p->n_good, p->n, (unsigned long long)p->bytes, us_from(p, p->asked_ns),
+             us_from(p, p->first_ns), (unsigned long long)(ns / BT_NS_PER_US));
     if (p->bytes < (1u << 20) || ns == 0) {
         return;
     }
@@ -286,6 +296,7 @@ static void send_get(struct fetch *f)
         kv_link_close(f->l, BT_E_PEER_LOST, "cannot ask");
     } else {
         f->sent = true;
+        f->pull->asked_ns = f->pull->asked_ns ? f->pull->asked_ns : bt_now_ns();
         kv_link_send(f->l, &m, bt_buf_str(&data));
     }
     bt_buf_fini(&data);

@@ -46,7 +46,8 @@ struct pull {
     uint32_t cur;    /* layers below it are placed for all of n_good */
     uint32_t n_past; /* of n_good, that have layer cur */
     uint32_t n_ops, n_fetches;
-    uint64_t start_ns, bytes;
+    uint64_t start_ns, asked_ns, first_ns; /* of the load, its first GET, its first layer */
+    uint64_t bytes;
     struct bt_net_timer limit;
     struct {
         const struct bt_member *member;

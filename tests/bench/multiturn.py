@@ -3,6 +3,7 @@
 Real processes (router, one node, for `store` also Redis and a store daemon), the quickstart model, real
 text cut by its tokenizer. For every place (engine pool, host memory, disk, store) two clusters stand
 side by side, one with every cache off; their second turns alternate, so that both see the same noise.
+For `store` the node is started anew before every second turn: it has seen nothing, and computed nothing.
 
   ttft_ms       median; ceiling: the larger of the time to load the history from that tier (its bytes
                 over the measured rate of the tier) and the time to compute the new part (another second
@@ -88,17 +89,28 @@ class Place:
             return
         if self.name == "store":
             time.sleep(1)
-            self.c.restart("decode-0")
-            eventually(lambda: "decode-0" in self.c.ready_nodes(), 20, "the node ready")
+            self.restart_node()
             return
         for _ in range(1 if self.name == "host" else 3):
             ttft(self.client, chats.cut(self.room - 64), 1)
         time.sleep(0.5 if self.name == "host" else 2)
 
+    def restart_node(self):
+        """A node in place of the one that has ended: the router speaks to it, it knows the store."""
+        self.c.procs["decode-0"].stop()
+        self.c.restart("decode-0")
+        life = self.c.status("decode-0").incarnation
+
+        def known():
+            n = self.c.client.nodes().get("decode-0")
+            return n and n.state == "ready" and n.incarnation == life and self.c.status("decode-0").store_daemons == 1
+        eventually(known, 20, "the node ready")
+
     def load_ms(self, tokens):
         """What bringing that many tokens from this tier takes, by the rate that the node has measured."""
         s = self.c.status("decode-0")
-        rate = {"host": s.tier_host_load_rate, "disk": s.tier_disk_load_rate}.get(self.name, 0)
+        rate = {"host": s.tier_host_load_rate, "disk": s.tier_disk_load_rate,
+                "store": s.store_load_rate}.get(self.name, 0)
         return tokens * self.o.token_bytes / rate * 1e3 if rate else 0
 
     def close(self):

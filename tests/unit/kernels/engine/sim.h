@@ -271,6 +271,7 @@ struct node_cfg {
     struct kv_source *const *sources;
     uint32_t n_sources, n_local;
     int n_layers; /* 0 = 1 */
+    uint64_t guess_ns;
     /* Computes behind loads; called while a row waits for them. NULL = never. */
     void (*wait)(struct node *n);
 };
@@ -331,6 +332,7 @@ static inline struct node *node_create(struct world *w, struct node_cfg c)
     cfg.post = node_post;
     cfg.clock = node_clock;
     cfg.post_arg = n;
+    cfg.guess_token_ns = c.guess_ns;
     cfg.progress = c.wait ? node_progress : NULL;
     n->wait = c.wait;
     assert_int_equal(kv_pool_create(&l, &bt_mem_host, "test", &n->pool, NULL), BT_OK);

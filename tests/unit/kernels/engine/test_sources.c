@@ -359,6 +359,94 @@ static void test_computes_behind_loads(void **state)
     close_node(n);
 }
 
+/* A node in place of the one before, which has computed nothing yet; the sources keep what they
+ * have. */
+static struct node *next_node(struct node *n, struct node_cfg c)
+{
+    uint32_t k = n->n_sources;
+
+    node_destroy(n);
+    return open_node(c, k, 1);
+}
+
+/* The very first prompt is computed behind its loads as well, and tells what prompts cost. */
+static void test_first_prompt_behind_loads(void **state)
+{
+    struct node_cfg c = {64, 8, 256, 4, .n_layers = 3, .guess_ns = MS, .wait = move_on};
+    struct node *n;
+    struct req r = {.tag = 1, .n_prompt = 170, .max_tokens = 5};
+
+    open_sources(1);
+    mem[0]->layers_per_move = 1;
+    n = open_node(c, 1, 1);
+    run_one(n, r);
+    n = next_node(n, c);
+    sim_token_ns = MS / 100;
+    for (uint32_t time = 1; time <= 3; time++) { /* too short to tell */
+        forget(n);
+        assert_int_equal(run_one(n, r), 10 + 4);
+        assert_int_equal(n->n_ahead, time);
+    }
+    for (uint32_t i = 9; i < MEM_BLOBS; i++) {
+        mem[0]->blobs[i].used = false;
+    }
+    mem[0]->deaf = true;
+    forget(n);
+    assert_int_equal(run_one(n, r), 170 - 144 + 4);
+    assert_int_equal(n->n_ahead, 4);
+    forget(n);
+    assert_int_equal(run_one(n, r), 170 + 4); /* computing is cheaper, it turned out */
+    sim_token_ns = MS;
+    close_node(n);
+}
+
+/* With others in the step nobody is made to wait on a guess. */
+static void test_others_do_not_wait_on_a_guess(void **state)
+{
+    struct node_cfg c = {64, 8, 256, 4, .n_layers = 3, .guess_ns = MS, .wait = move_on};
+    struct node *n;
+    struct req r = {.tag = 1, .n_prompt = 170, .max_tokens = 5};
+    struct req other = {.tag = 2, .n_prompt = 4, .max_tokens = 40};
+
+    open_sources(1);
+    mem[0]->layers_per_move = 1;
+    n = open_node(c, 1, 1);
+    run_one(n, r);
+    n = next_node(n, c);
+    submit(n, other);
+    step(n);
+    submit(n, r);
+    run_all(n);
+    check_answer(n, r);
+    check_answer(n, other);
+    assert_int_equal(n->results[1].cached, 160);
+    assert_int_equal(n->n_ahead, 0);
+    close_node(n);
+}
+
+/* Before anything was measured the owner's guess decides whether an answer is worth waiting for. */
+static void test_look_on_a_guess(void **state)
+{
+    struct node_cfg c = {64, 8, 256, 4};
+    struct node *n;
+    struct req r = {.tag = 1, .n_prompt = 150, .max_tokens = 5};
+
+    open_sources(2);
+    mem[1]->local = false;
+    mem[0]->deaf = true;
+    n = open_node(c, 2, 1);
+    run_one(n, r);
+    for (int dear = 0; dear < 2; dear++) {
+        uint32_t before = mem[1]->n_finds;
+
+        c.guess_ns = dear ? MS : MS / 10;
+        n = next_node(n, c);
+        assert_int_equal(run_one(n, r), dear ? 150 - 144 + 4 : 150 + 4);
+        assert_int_equal(mem[1]->n_finds - before, dear);
+    }
+    close_node(n);
+}
+
 /* What was computed above a block that did not come, or not in time, was for nothing: not a token
  * of it goes out. */
 static void test_TIER_02_computed_above_bad_blocks(void **state)
@@ -470,6 +558,9 @@ int main(void)
         cmocka_unit_test(test_preempted_is_brought_back),
         cmocka_unit_test(test_preempted_without_room),
         cmocka_unit_test(test_computes_behind_loads),
+        cmocka_unit_test(test_first_prompt_behind_loads),
+        cmocka_unit_test(test_others_do_not_wait_on_a_guess),
+        cmocka_unit_test(test_look_on_a_guess),
         cmocka_unit_test(test_TIER_02_computed_above_bad_blocks),
         cmocka_unit_test(test_random),
     };

@@ -260,6 +260,31 @@ static void test_put_and_get_by_every_method(void **state)
     test_put_and_get((struct rig_opts){.transports = "tcp", .method = "pull", .replicas = 3});
 }
 
+static bool all_met(void *arg)
+{
+    for (int i = 0; i < N_STORES; i++) {
+        if (kv_server_stats(rig.stores[i].server).clients != 1) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Daemons are called as soon as they are known, in each of their lives: no load waits for that. */
+static void test_daemons_are_called_in_advance(void **state)
+{
+    rig_open((struct rig_opts){.replicas = 1});
+    assert_true(eventually(all_met, NULL));
+    for (int i = 0; i < N_STORES; i++) {
+        store_close(&rig.stores[i]);
+        store_open(&rig.stores[i]);
+        assert_true(eventually(all_met, NULL));
+    }
+    assert_int_equal(kv_client_stats(rig.client).finds, 0);
+    assert_int_equal(kv_client_stats(rig.client).offers, 0);
+    rig_close();
+}
+
 /* With replicas a daemon's death is a hit from another, before and in the middle of a load. */
 static void test_daemon_lost_with_replicas(void **state)
 {
@@ -429,6 +454,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_put_and_get_by_every_method),
+        cmocka_unit_test(test_daemons_are_called_in_advance),
         cmocka_unit_test(test_daemon_lost_with_replicas),
         cmocka_unit_test(test_daemon_lost_without_replicas),
         cmocka_unit_test(test_TIER_05_restart_with_its_disk),
