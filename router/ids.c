@@ -3,13 +3,19 @@
 
 #include <sys/random.h>
 
-/* From the system; where that has none yet, a counter mixed (splitmix64: Steele, Lea, Flood 2014).
- */
+/* From the system, many at a time; where that has none yet, a counter mixed (splitmix64: Steele,
+ * Lea, Flood 2014). A number is wiped as it is given out. */
 uint64_t rt_random(struct rt_router *r)
 {
-    uint64_t z = 0;
+    uint64_t z;
 
-    if (getrandom(&z, sizeof(z), GRND_NONBLOCK) == (ssize_t)sizeof(z)) {
+    if (r->n_drawn == 0 &&
+        getrandom(r->drawn, sizeof(r->drawn), GRND_NONBLOCK) == (ssize_t)sizeof(r->drawn)) {
+        r->n_drawn = BT_ARRAY_LEN(r->drawn);
+    }
+    if (r->n_drawn > 0) {
+        z = r->drawn[--r->n_drawn];
+        r->drawn[r->n_drawn] = 0;
         return z;
     }
     z = r->random += 0x9e3779b97f4a7c15ull;

@@ -57,6 +57,15 @@ static const struct bt_conf_opt opts[] = {
                 1,
                 1 << 20,
                 "Requests at one time; more are refused."),
+    BT_CONF_INT(
+        struct rt_conf,
+        spin_us,
+        "loop.spin_us",
+        "100",
+        0,
+        1000,
+        "While events come at shorter intervals than this, look for the next one instead of "
+        "sleeping; microseconds, 0 = always sleep."),
     BT_CONF_INT(struct rt_conf,
                 local_below_tokens,
                 "route.local_below_tokens",
@@ -391,6 +400,7 @@ static int start(struct rt_router *r, struct bt_rpc_service *service, struct bt_
     if ((code = bt_loop_create(&r->loop, err)) < 0) {
         return bt_node_fail(BT_EXIT_OTHER, code, err);
     }
+    bt_loop_spin(r->loop, (uint64_t)r->conf->spin_us * BT_NS_PER_US);
     if ((code = rt_admit_init(r, err)) < 0) {
         return bt_node_fail(code == BT_E_CONFIG ? BT_EXIT_CONFIG : BT_EXIT_OTHER, code, err);
     }

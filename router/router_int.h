@@ -44,7 +44,7 @@ struct rt_conf {
     int64_t max_queued, tenant_queued, tenant_running;
     char *weights;
     uint64_t max_request_bytes, max_queued_bytes;
-    int64_t max_active, local_below_tokens, retries, max_node_blocks;
+    int64_t max_active, spin_us, local_below_tokens, retries, max_node_blocks;
     uint64_t wait_ns, node_silence_ns, drain_timeout_ns;
     struct rt_http_conf http;
 };
@@ -73,7 +73,9 @@ struct rt_router {
     struct bt_node *node;
     char name[64];
     uint64_t incarnation;
-    uint64_t random; /* state of the generator for ids and ties; seeded by the system */
+    uint64_t random;    /* state of the generator where the system has no numbers */
+    uint64_t drawn[32]; /* random numbers from the system; the first n_drawn are unused */
+    size_t n_drawn;
     bool draining;
 
     struct bt_loop *loop;

@@ -22,9 +22,12 @@ static void refuse(struct bt_rpc_call *call, int rc, const struct bt_err *err)
 
 /* --- Generate -------------------------------------------------------------------------------- */
 
+#define HEADERS_NS (2 * BT_NS_PER_MS) /* headers wait this long for the first token */
+
 struct grpc_client { /* the user of its call, from the message to `closed` */
     struct rt_client client;
     struct bt_rpc_call *call;
+    struct bt_timer headers;
 };
 
 static struct bt_rpc_call *call_of(struct rt_client *c)
@@ -32,14 +35,30 @@ static struct bt_rpc_call *call_of(struct rt_client *c)
     return BT_CONTAINER_OF(c, struct grpc_client, client)->call;
 }
 
+/* [timer] */
+static void send_headers(struct bt_loop *loop, struct bt_timer *t)
+{
+    bt_rpc_call_send_headers(BT_CONTAINER_OF(t, struct grpc_client, headers)->call);
+}
+
+/* Soon, not at once: a token that comes at once brings them along. */
 static void client_taken(struct rt_client *c)
 {
-    bt_rpc_call_send_headers(call_of(c));
+    struct grpc_client *gc = BT_CONTAINER_OF(c, struct grpc_client, client);
+    struct bt_loop *loop = bt_rpc_call_loop(gc->call);
+
+    bt_timer_start(loop, &gc->headers, bt_loop_now(loop) + HEADERS_NS);
 }
 
 static int client_send(struct rt_client *c, const Baton__V1__GenerateResponse *m)
 {
-    return bt_rpc_call_send(call_of(c), &m->base);
+    struct grpc_client *gc = BT_CONTAINER_OF(c, struct grpc_client, client);
+
+    bt_timer_stop(bt_rpc_call_loop(gc->call), &gc->headers);
+    /* The last message goes with the status, which follows. */
+    return m->finish != BATON__V1__FINISH_REASON__FINISH_NONE
+               ? bt_rpc_call_queue(gc->call, &m->base)
+               : bt_rpc_call_send(gc->call, &m->base);
 }
 
 static void client_finish(struct rt_client *c)
@@ -90,6 +109,7 @@ static void generate(struct bt_rpc_call *call, const ProtobufCMessage *msg)
         return;
     }
     gc->call = call;
+    gc->headers.fn = send_headers;
     gc->client = (struct rt_client){.ops = &grpc_client_ops,
                                     .who = *bt_rpc_call_who(call),
                                     .deadline_ns = bt_rpc_call_deadline_ns(call)};
@@ -104,8 +124,11 @@ static void generate_closed(struct bt_rpc_call *call, bool cancelled)
 {
     struct grpc_client *gc = bt_rpc_call_user(call);
 
-    if (gc && gc->client.req) {
-        rt_request_closed(gc->client.req);
+    if (gc) {
+        bt_timer_stop(bt_rpc_call_loop(call), &gc->headers);
+        if (gc->client.req) {
+            rt_request_closed(gc->client.req);
+        }
     }
     free(gc);
 }

@@ -1,9 +1,12 @@
-/* See lines.h. Two buffers: callers add to one under the lock, the thread writes the other. */
+/* See lines.h. Two buffers: callers add to one under the lock, the thread writes the other. After a
+ * write it pauses, so that many lines a second cost their callers one wake-up in a while, not one
+ * each. */
 #include "common/obs/lines.h"
 
 #include "common/base/buf.h"
 #include "common/obs/log.h"
 #include "common/thr/thread.h"
+#include "common/thr/time.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -12,6 +15,7 @@
 #include <unistd.h>
 
 #define MAX_BYTES (1u << 20)
+#define PAUSE_NS  (20 * BT_NS_PER_MS)
 
 struct bt_lines {
     char *path;
@@ -25,6 +29,7 @@ struct bt_lines {
     struct bt_buf adding; /* under the lock, as is what follows */
     uint64_t dropped;
     bool reopen, quit;
+    bool sleeping; /* the thread waits for a line */
 };
 
 static int open_file(const char *path)
@@ -69,6 +74,25 @@ static void reopen(struct bt_lines *l)
     l->fd = fd;
 }
 
+/* Until there is something to do; under the lock. */
+static void wait_for_lines(struct bt_lines *l)
+{
+    struct timespec until;
+
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += (long)PAUSE_NS;
+    until.tv_sec += until.tv_nsec / (long)BT_NS_PER_S;
+    until.tv_nsec %= (long)BT_NS_PER_S;
+    while (!l->reopen && !l->quit && l->adding.n < MAX_BYTES / 2 &&
+           pthread_cond_timedwait(&l->cond, &l->lock, &until) != ETIMEDOUT) {
+    }
+    l->sleeping = true;
+    while (l->adding.n == 0 && !l->reopen && !l->quit) {
+        pthread_cond_wait(&l->cond, &l->lock);
+    }
+    l->sleeping = false;
+}
+
 static void *lines_main(void *arg)
 {
     struct bt_lines *l = arg;
@@ -79,9 +103,7 @@ static void *lines_main(void *arg)
         struct bt_buf full;
 
         pthread_mutex_lock(&l->lock);
-        while (l->adding.n == 0 && !l->reopen && !l->quit) {
-            pthread_cond_wait(&l->cond, &l->lock);
-        }
+        wait_for_lines(l);
         full = l->adding;
         l->adding = l->writing;
         l->writing = full;
@@ -105,21 +127,22 @@ static void *lines_main(void *arg)
 
 void bt_lines_add(struct bt_lines *l, struct bt_str line)
 {
-    bool was_empty;
+    bool wake;
 
     if (!l) {
         return;
     }
     pthread_mutex_lock(&l->lock);
-    was_empty = l->adding.n == 0;
     if (l->adding.n + line.n + 1 > MAX_BYTES || bt_buf_add(&l->adding, line.p, line.n) < 0) {
         l->dropped++;
     } else if (bt_buf_add(&l->adding, "\n", 1) < 0) {
         l->adding.n -= line.n;
         l->dropped++;
     }
+    wake = l->sleeping || l->adding.n >= MAX_BYTES / 2;
+    l->sleeping = false;
     pthread_mutex_unlock(&l->lock);
-    if (was_empty) {
+    if (wake) {
         pthread_cond_signal(&l->cond);
     }
 }
@@ -160,13 +183,17 @@ static void destroy(struct bt_lines *l)
 int bt_lines_open(const char *path, struct bt_lines **ret_lines, struct bt_err *err)
 {
     struct bt_lines *l = bt_calloc(1, sizeof(*l));
+    pthread_condattr_t monotonic;
     int rc;
 
     if (!l) {
         return BT_FAIL(err, BT_E_NOMEM, "%.100s: no memory", path);
     }
     pthread_mutex_init(&l->lock, NULL);
-    pthread_cond_init(&l->cond, NULL);
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&l->cond, &monotonic);
+    pthread_condattr_destroy(&monotonic);
     l->owns_fd = strcmp(path, "-") != 0;
     l->path = strdup(path);
     l->fd = l->owns_fd ? open_file(path) : STDOUT_FILENO;

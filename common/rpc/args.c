@@ -79,6 +79,8 @@ void bt_rpc_args_client(struct bt_rpc_args *a,
     arg_int(a, GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, backoff_ms[1]);
     /* One channel, one connection of its own: no backoff inherited from an earlier channel. */
     arg_int(a, GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+    /* Our calls are not repeated by core; its filter for that keeps a copy of what is sent. */
+    arg_int(a, GRPC_ARG_ENABLE_RETRIES, 0);
     arg_int(a, GRPC_ARG_ENABLE_HTTP_PROXY, 0);
     arg_int(a, GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
 }

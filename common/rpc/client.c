@@ -3,7 +3,11 @@
  * A call has up to four batches in flight: headers (out and in), one send, one receive, and the
  * status, which core completes only after every buffered message was read. `closed` is told when
  * the status is there and no receive is out; the struct is freed when all tags are back. A channel
- * lives until its last call and its state watch are gone. */
+ * lives until its last call and its state watch are gone.
+ *
+ * The next receive of a stream is put off until the loop has nothing else to do, or a message is
+ * sent: core 1.51 tells the peer of room as the receive is posted, by a write of its own that wakes
+ * the peer, unless a message has just taken that along. */
 #include "common/rpc/client.h"
 
 #include "common/base/buf.h"
@@ -58,6 +62,7 @@ struct bt_rpc_client_call {
     grpc_byte_buffer *recv_buf;
     bool receiving, held, read_done, paused;
     struct bt_timer resume_timer;
+    struct bt_late recv_late; /* the next receive; waiting = the input is not at its end */
 
     struct bt_rpc_sendq sendq;
     bool wait_for_ready;
@@ -242,7 +247,8 @@ static void call_put(struct bt_rpc_client_call *call)
     struct bt_rpc_channel *ch = call->channel;
     char *text;
 
-    if (call->status_seen && !call->receiving && !call->held && call->state != CLIENT_CLOSED) {
+    if (call->status_seen && !call->receiving && !call->held && !bt_late_waits(&call->recv_late) &&
+        call->state != CLIENT_CLOSED) {
         call->state = CLIENT_CLOSED;
         call->read_done = true;
         text = grpc_slice_to_c_string(call->status_text);
@@ -253,6 +259,7 @@ static void call_put(struct bt_rpc_client_call *call)
         return;
     }
     bt_timer_stop(ch->loop, &call->resume_timer);
+    bt_late_stop(&call->recv_late);
     bt_list_remove(&call->link);
     call_free(call);
     channel_put(ch);
@@ -287,6 +294,7 @@ static void post_recv(struct bt_rpc_client_call *call)
 {
     grpc_op op = {.op = GRPC_OP_RECV_MESSAGE, .data.recv_message.recv_message = &call->recv_buf};
 
+    bt_late_stop(&call->recv_late);
     /* After a cancel as well: the status comes only when the input is read to its end. */
     if (call->read_done || call->receiving || call->held || call->state == CLIENT_CLOSED ||
         (call->paused && call->state != CLIENT_CANCELLED)) {
@@ -332,11 +340,20 @@ static void received(struct bt_rpc_client_call *call)
         call->read_done = true;
     } else if (call_live(call)) {
         handle_message(call);
+        bt_loop_put_off(call->channel->loop, &call->recv_late);
     } else {
         grpc_byte_buffer_destroy(call->recv_buf);
         call->recv_buf = NULL;
+        post_recv(call);
     }
+}
+
+static void on_late(struct bt_late *late)
+{
+    struct bt_rpc_client_call *call = BT_CONTAINER_OF(late, struct bt_rpc_client_call, recv_late);
+
     post_recv(call);
+    call_put(call);
 }
 
 static void on_recv(struct bt_cq_tag *tag, bool ok)
@@ -512,6 +529,7 @@ int bt_rpc_client_start(struct bt_rpc_channel *ch,
     call->recv_tag.fn = on_recv;
     call->status_tag.fn = on_status;
     call->resume_timer.fn = on_resume;
+    bt_late_init(&call->recv_late, on_late);
     call->status_text = grpc_empty_slice();
     grpc_metadata_array_init(&call->initial_md);
     grpc_metadata_array_init(&call->trailing_md);
@@ -549,6 +567,9 @@ int bt_rpc_client_send(struct bt_rpc_client_call *call, const ProtobufCMessage *
     rc = bt_rpc_sendq_push(&call->sendq, msg);
     if (rc == BT_OK) {
         pump_send(call);
+        if (bt_late_waits(&call->recv_late)) {
+            post_recv(call);
+        }
     }
     return rc;
 }

@@ -10,6 +10,11 @@
  * anchor: when the last channel or server goes, core 1.51 stops its timer threads on the caller's
  * thread, and now and then that waits for a timer seconds away (seen: 10 s, the handshake timeout).
  *
+ * Spinning: a thread that sleeps is woken late, 30 us and more on a virtual machine, and waking it
+ * costs the waker. So a loop that may spin looks for a while before it sleeps, but only when nearly
+ * all of its last waits were shorter than that: `brisk` rises by one with each, and falls by
+ * BRISK_LOSS with each longer one.
+ *
  * Timers: an intrusive pairing heap (Fredman, Sedgewick, Sleator, Tarjan 1986), because starting
  * one must not allocate. */
 #include "common/rpc/loop.h"
@@ -20,6 +25,13 @@
 #include <grpc/support/time.h>
 #include <pthread.h>
 #include <stdlib.h>
+
+#define SLEEP_NS   (20 * BT_NS_PER_US) /* a wait of this length was a sleep */
+#define CALM_NS    BT_NS_PER_MS        /* after a sleep */
+#define LATE_NS    (40 * BT_NS_PER_US) /* of spinning, before what was put off is done */
+#define BRISK      4                   /* from here on a loop spins */
+#define BRISK_MAX  8
+#define BRISK_LOSS 3
 
 struct bt_loop {
     struct bt_cq_tag wake_tag;
@@ -32,6 +44,10 @@ struct bt_loop {
     struct bt_timer *timers;
     uint64_t timer_seq;
     uint64_t now_ns;
+    uint64_t slept_ns; /* end of the last sleep */
+    uint64_t spin_ns;  /* longest spin; 0 = none */
+    int brisk;
+    struct bt_list late;
     size_t n_tags;    /* in flight, the wake tag not counted */
     size_t n_objects; /* servers and channels */
     bool in_callback;
@@ -186,6 +202,7 @@ int bt_loop_create(struct bt_loop **ret_loop, struct bt_err *err)
                                  grpc_slice_from_static_string("/wake"), NULL, never, NULL);
     loop->owner = pthread_self();
     loop->now_ns = bt_now_ns();
+    bt_list_init(&loop->late);
     bt_mailbox_init(&loop->mailbox, wake, loop);
     *ret_loop = loop;
     return BT_OK;
@@ -217,6 +234,66 @@ void bt_loop_destroy(struct bt_loop *loop)
     free(loop);
 }
 
+static void run_late(struct bt_loop *loop)
+{
+    struct bt_list *it;
+
+    loop->in_callback = true;
+    while ((it = bt_list_pop_front(&loop->late)) != NULL) {
+        struct bt_late *late = BT_LIST_ENTRY(it, struct bt_late, link);
+
+        late->fn(late);
+    }
+    loop->in_callback = false;
+}
+
+/* Looks without sleeping, for a while and not beyond the deadline. */
+static grpc_event spin(struct bt_loop *loop, uint64_t deadline_ns)
+{
+    const gpr_timespec at_once = bt_rpc_to_gpr(0);
+    uint64_t begin = loop->now_ns, now;
+    grpc_event ev;
+
+    for (;;) {
+        ev = grpc_completion_queue_next(loop->cq, at_once, NULL);
+        now = bt_now_ns();
+        if (ev.type != GRPC_QUEUE_TIMEOUT || now - begin >= loop->spin_ns || now >= deadline_ns) {
+            return ev;
+        }
+        if (now - begin >= LATE_NS) {
+            run_late(loop);
+        }
+    }
+}
+
+/* The next event, or none until the deadline. */
+static grpc_event next_event(struct bt_loop *loop, uint64_t deadline_ns)
+{
+    uint64_t begin = loop->now_ns;
+    bool waits = deadline_ns > begin;
+    grpc_event ev = {.type = GRPC_QUEUE_TIMEOUT};
+
+    if (waits && loop->spin_ns > 0 && loop->brisk >= BRISK) {
+        ev = spin(loop, deadline_ns);
+    }
+    if (ev.type == GRPC_QUEUE_TIMEOUT) {
+        run_late(loop);
+        if (loop->timers) { /* started by what was put off */
+            deadline_ns = BT_MIN(deadline_ns, loop->timers->deadline_ns);
+        }
+        ev = grpc_completion_queue_next(loop->cq, bt_rpc_to_gpr(deadline_ns), NULL);
+    }
+    loop->now_ns = bt_now_ns();
+    if (waits && loop->now_ns - begin >= SLEEP_NS) {
+        bool brisk = loop->now_ns - begin < loop->spin_ns;
+
+        loop->brisk =
+            brisk ? BT_MIN(loop->brisk + 1, BRISK_MAX) : BT_MAX(loop->brisk - BRISK_LOSS, 0);
+        loop->slept_ns = loop->now_ns;
+    }
+    return ev;
+}
+
 bool bt_loop_poll(struct bt_loop *loop, uint64_t deadline_ns)
 {
     struct bt_cq_tag *tag;
@@ -232,10 +309,9 @@ bool bt_loop_poll(struct bt_loop *loop, uint64_t deadline_ns)
     } else if (loop->timers) {
         deadline_ns = BT_MIN(deadline_ns, loop->timers->deadline_ns);
     }
-    ev = grpc_completion_queue_next(loop->cq, bt_rpc_to_gpr(deadline_ns), NULL);
+    ev = next_event(loop, deadline_ns);
     loop->in_callback = true;
     if (ev.type == GRPC_OP_COMPLETE) {
-        loop->now_ns = bt_now_ns();
         tag = ev.tag;
         if (tag != &loop->wake_tag) {
             loop->n_tags--;
@@ -272,6 +348,23 @@ bool bt_loop_post(struct bt_loop *loop, struct bt_msg *msg)
 uint64_t bt_loop_now(const struct bt_loop *loop)
 {
     return loop->now_ns;
+}
+
+void bt_loop_spin(struct bt_loop *loop, uint64_t most_ns)
+{
+    loop->spin_ns = most_ns;
+}
+
+void bt_loop_put_off(struct bt_loop *loop, struct bt_late *late)
+{
+    BT_DASSERT(bt_loop_on_thread(loop));
+    bt_list_remove(&late->link);
+    bt_list_push_back(&loop->late, &late->link);
+}
+
+bool bt_loop_is_calm(const struct bt_loop *loop)
+{
+    return loop->now_ns - loop->slept_ns < CALM_NS;
 }
 
 bool bt_loop_on_thread(const struct bt_loop *loop)

@@ -41,6 +41,9 @@ void bt_loop_run(struct bt_loop *loop);
 /* Makes bt_loop_run return after the callback that is running. Any thread; not in a signal
  * handler. A stop before the run counts: the next run returns at once. */
 void bt_loop_stop(struct bt_loop *loop);
+/* Lets the loop look for at most so long before it sleeps, as long as its waits are that short; an
+ * idle loop sleeps. 0, as at the beginning: never. Loop thread. */
+void bt_loop_spin(struct bt_loop *loop, uint64_t most_ns);
 /* One step for owners that drive the loop themselves (tests, orderly exit): waits until
  * `deadline_ns` at most and runs what became due. False if nothing did. Not inside a callback. */
 bool bt_loop_poll(struct bt_loop *loop, uint64_t deadline_ns);
@@ -52,6 +55,8 @@ bool bt_loop_post(struct bt_loop *loop, struct bt_msg *msg);
 
 /* Time at which the callback that is running was entered (CLOCK_MONOTONIC). */
 uint64_t bt_loop_now(const struct bt_loop *loop);
+/* True if the loop has slept within the last millisecond: it could do more than it has to. */
+bool bt_loop_is_calm(const struct bt_loop *loop);
 /* True on the thread that owns the loop. */
 bool bt_loop_on_thread(const struct bt_loop *loop);
 

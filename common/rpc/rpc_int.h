@@ -25,6 +25,25 @@ void bt_loop_expect(struct bt_loop *loop);
 void bt_loop_attach(struct bt_loop *loop);
 void bt_loop_detach(struct bt_loop *loop);
 struct bt_rpc_arena *bt_loop_arena(struct bt_loop *loop);
+/* Work that can wait until the loop would sleep: fn runs then, once. stop: it does not. */
+struct bt_late {
+    struct bt_list link;
+    void (*fn)(struct bt_late *late);
+};
+void bt_loop_put_off(struct bt_loop *loop, struct bt_late *late);
+static inline void bt_late_init(struct bt_late *late, void (*fn)(struct bt_late *late))
+{
+    bt_list_init(&late->link);
+    late->fn = fn;
+}
+static inline bool bt_late_waits(const struct bt_late *late)
+{
+    return !bt_list_empty(&late->link);
+}
+static inline void bt_late_stop(struct bt_late *late)
+{
+    bt_list_remove(&late->link);
+}
 /* Starts a batch; a refusal is a programmer error (our input was checked before). */
 void bt_loop_batch(
     struct bt_loop *loop, grpc_call *call, const grpc_op *ops, size_t n_ops, struct bt_cq_tag *tag);

@@ -799,15 +799,19 @@ const struct bt_rpc_service *bt_rpc_server_service(const struct bt_rpc_server *s
 
 /* --- the handler's side of a call --- */
 
-int bt_rpc_call_send(struct bt_rpc_call *call, const ProtobufCMessage *msg)
+int bt_rpc_call_queue(struct bt_rpc_call *call, const ProtobufCMessage *msg)
 {
-    int rc;
-
     if (call->state != CALL_OPEN || call->close_seen) {
         return BT_E_CANCELLED;
     }
     BT_BUG_ON(msg->descriptor != call->method->response);
-    rc = bt_rpc_sendq_push(&call->sendq, msg);
+    return bt_rpc_sendq_push(&call->sendq, msg);
+}
+
+int bt_rpc_call_send(struct bt_rpc_call *call, const ProtobufCMessage *msg)
+{
+    int rc = bt_rpc_call_queue(call, msg);
+
     if (rc == BT_OK) {
         pump_send(call);
     }

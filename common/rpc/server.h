@@ -114,6 +114,9 @@ const struct bt_rpc_service *bt_rpc_server_service(const struct bt_rpc_server *s
  * of the method's response type. BT_OK; BT_E_EXHAUSTED: more than max_queued_bytes would wait, the
  * message was not queued; BT_E_CANCELLED: after finish or cancellation; BT_E_NOMEM. */
 int bt_rpc_call_send(struct bt_rpc_call *call, const ProtobufCMessage *msg) BT_MUST_USE;
+/* As send, but it may wait for what follows at once, another send or the finish, to go out with it.
+ */
+int bt_rpc_call_queue(struct bt_rpc_call *call, const ProtobufCMessage *msg) BT_MUST_USE;
 /* Sends the response headers now instead of with the first message. */
 void bt_rpc_call_send_headers(struct bt_rpc_call *call);
 /* Ends the call after the queued messages: `status` of enum bt_rpc_status, `text` (may be NULL) is

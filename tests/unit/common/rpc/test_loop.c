@@ -216,15 +216,29 @@ static void *run_loop(void *arg)
     return NULL;
 }
 
-/* One post at a time to a loop that sleeps: each must wake it, or this hangs. */
-static void test_every_post_wakes(void **state)
+static uint64_t cpu_ns(pthread_t tid)
 {
+    struct timespec ts;
+    clockid_t clock;
+
+    assert_int_equal(pthread_getcpuclockid(tid, &clock), 0);
+    assert_int_equal(clock_gettime(clock, &ts), 0);
+    return (uint64_t)ts.tv_sec * BT_NS_PER_S + (uint64_t)ts.tv_nsec;
+}
+
+/* One post at a time to a loop that sleeps, or looks for spin_ns before it does: each must wake it,
+ * or this hangs. Then nothing comes: it must sleep. */
+static void check_every_post_wakes(uint64_t spin_ns)
+{
+    const struct timespec quiet = {.tv_nsec = 200 * (long)BT_NS_PER_MS};
+    uint64_t used;
     struct ping p = {
         .msg.handle = on_ping, .lock = PTHREAD_MUTEX_INITIALIZER, .cond = PTHREAD_COND_INITIALIZER};
     struct bt_loop *loop;
     pthread_t tid;
 
     assert_int_equal(bt_loop_create(&loop, NULL), BT_OK);
+    bt_loop_spin(loop, spin_ns);
     assert_int_equal(bt_thread_start(&tid, "loop", run_loop, loop, NULL), BT_OK);
     for (int i = 1; i <= 3000; i++) {
         assert_true(bt_loop_post(loop, &p.msg));
@@ -236,9 +250,19 @@ static void test_every_post_wakes(void **state)
         pthread_mutex_unlock(&p.lock);
         assert_int_equal(p.n, i);
     }
+    used = cpu_ns(tid);
+    nanosleep(&quiet, NULL);
+    assert_true(cpu_ns(tid) - used < 100 * BT_NS_PER_MS);
     bt_loop_stop(loop);
     pthread_join(tid, NULL);
     bt_loop_destroy(loop);
+}
+
+static void test_every_post_wakes(void **state)
+{
+    check_every_post_wakes(0);
+    check_every_post_wakes(100 * BT_NS_PER_US);
+    check_every_post_wakes(BT_NS_PER_MS);
 }
 
 static void test_stop_before_run_and_leftover_mail(void **state)
