@@ -2,11 +2,16 @@
 memory, new connections. One real router on one core; a simulated node and the clients on the others.
 
     front.py --model FILE [--case NAME]... [--streams N] [--seconds S] [--step-us N] [--json]
+    front.py --model FILE --case soak-http|soak-grpc [--minutes N] [--soak-streams N]
+    front.py --model FILE --peers PYTHON --case peers
 
-Cases: http and grpc (tokens), first-http and first-grpc (one stream at a time), fresh (a new
-connection for every request), long (a prompt of 4,000 ids: processor time a request). router, which
-is the benchmark of that name and runs only when asked for, takes it apart: what a request, a message to
-a client, a token of a node cost, in processor time and in time, beside what each may cost.
+Cases: http and grpc (tokens), first-http and first-grpc (one stream at a time; beside it what a bare
+relay adds), fresh (a new connection for every request), long (a prompt of 4,000 ids: processor time
+a request). Only when asked for: router, which is the benchmark of that name, takes it apart: what a
+request, a message to a client, a token of a node cost, in processor time and in time, beside what
+each may cost; soak-http and soak-grpc (many streams for minutes, some of which are left: memory and
+descriptors); peers (tokens and first token over HTTP, of this router and of others that --peers has
+installed).
 Rates are what the router's core allows only where the clients are not the limit; processor time of
 the router a token says which it is.
 """
@@ -23,10 +28,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/integ"))
 
 from cluster import Cluster, eventually  # noqa: E402
+from peer_routers import PEERS, Peer, version  # noqa: E402
 from wire import BUILD  # noqa: E402
 
 CASES = ("http", "grpc", "first-http", "first-grpc", "fresh", "long")
 PROMPT = 4000  # ids: no text, so nothing is tokenized
+EXTRA = ("router", "soak-http", "soak-grpc", "peers")
+SOAK_STEP_US = 100000
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -47,6 +55,23 @@ def pin(pid, cores):
         os.sched_setaffinity(int(task.name), cores)
 
 
+def fds(pid):
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+class Helper:
+    """A program of this benchmark that prints its address."""
+
+    def __init__(self, cores, name, *args):
+        self.p = subprocess.Popen([str(BUILD / "tests" / name), *args], stdout=subprocess.PIPE, text=True)
+        os.sched_setaffinity(self.p.pid, cores)
+        self.address = self.p.stdout.readline().split()[1]
+
+    def stop(self):
+        self.p.kill()
+        self.p.wait()
+
+
 class Bench:
     def __init__(self, o):
         self.o = o
@@ -60,10 +85,9 @@ class Bench:
         first = Cluster(o.model, prefill=0, decode=0, redis=False, router_args=args, wait=False)
         digest = first.client.model().digest
         first.kill_all()
-        cmd = [str(BUILD / "tests/front_node"), f"--digest={digest}", f"--step-us={step_us}", f"--burst={burst}"]
-        self.node = subprocess.Popen(cmd, stdout=subprocess.PIPE, text=True)
-        os.sched_setaffinity(self.node.pid, self.others)
-        self.address = self.node.stdout.readline().split()[1]
+        self.node = Helper(self.others, "front_node", f"--digest={digest}", f"--step-us={step_us}",
+                           f"--burst={burst}")
+        self.address = self.node.address
         self.cluster = Cluster(o.model, prefill=0, decode=0, redis=False, seeds=[self.address], router_args=args)
         eventually(lambda: self.cluster.ready_nodes(), 15, "node ready")
         self.router_process = self.cluster.procs["router"]
@@ -71,23 +95,29 @@ class Bench:
 
     def stop(self):
         self.cluster.kill_all()
-        self.node.kill()
-        self.node.wait()
+        self.node.stop()
 
-    def load(self, kind, **more):
-        target = self.address if kind == "node" else self.router_process.ready["http" if kind == "http" else "listen"]
+    def start_load(self, kind, target, **more):
+        target = target or (self.address if kind == "node" else
+                            self.router_process.ready["http" if kind == "http" else "listen"])
         cmd = [str(BUILD / "tests/front_load"), kind, target]
         for k, v in more.items():
             cmd += [f"--{k}"] if v is True else [f"--{k}", str(v)]
         p = subprocess.Popen(cmd, stdout=subprocess.PIPE, text=True)
         os.sched_setaffinity(p.pid, self.others)
+        return p
+
+    def load(self, kind, target=None, pids=None, **more):
+        """Of the router, or of what listens at target and consists of pids."""
+        pids = [self.router_process.p.pid] if pids is None else pids
+        p = self.start_load(kind, target, **more)
         time.sleep(1)  # as long as the load warms up
-        begin, peak = cpu_s(self.router_process.p.pid), 0
+        begin, peak = sum(map(cpu_s, pids)), 0
         end = time.monotonic() + more["seconds"]
         while time.monotonic() < end:
             time.sleep(min(0.2, max(0, end - time.monotonic())))
-            peak = max(peak, rss_mb(self.router_process.p.pid))
-        used = cpu_s(self.router_process.p.pid) - begin
+            peak = max(peak, sum(map(rss_mb, pids)))
+        used = sum(map(cpu_s, pids)) - begin
         out = json.loads(p.communicate(timeout=60)[0])
         if out["errors"]:
             sys.exit(f"{kind}: {out['errors']} errors")
@@ -98,26 +128,37 @@ class Bench:
         text = f"front  {case:18} {metric:22} {value:12.4g} {unit}"
         print(json.dumps(line) if self.o.json else text, flush=True)
 
-    def tokens(self, kind):
+    def tokens(self, kind, name=None, **more):
+        rates = []
         for streams in self.o.streams:
-            r = self.load(kind, streams=streams, seconds=self.o.seconds, tokens=200)
-            case = f"{kind} {streams}"
-            self.print(case, "tokens_per_s", r["tokens"] / r["seconds"], "tokens/s")
+            r = self.load(kind, streams=streams, seconds=self.o.seconds, tokens=200, **more)
+            case = f"{name or kind} {streams}"
+            rates.append(r["tokens"] / r["seconds"])
+            self.print(case, "tokens_per_s", rates[-1], "tokens/s")
             self.print(case, "cpu_us_per_token", 1e6 * r["router_cpu_s"] / max(r["tokens"], 1), "us")
             self.print(case, "core_busy", r["router_cpu_s"] / r["seconds"], "")
             self.print(case, "clients_busy", r["cpu_s"] / (r["seconds"] + 1), "")
             self.print(case, "rss_mb", r["rss_mb"], "MB")
+        return rates
 
     def first(self, kind):
-        """Beside the same question to the node itself, by turns."""
-        both = {kind: [], "node": []}
-        for _ in range(3):
-            for k, list_ in both.items():
-                list_.append(self.load(k, streams=1, seconds=self.o.seconds / 4, tokens=1))
+        """Beside the same question to the node itself, and to it through a relay, by turns."""
+        relay = Helper(self.own, "front_relay", self.address)
+        ways = {kind: (kind, None), "node": ("node", None), "relay": ("node", relay.address)}
+        took = {w: [] for w in ways}
+        try:
+            for _ in range(3):
+                for way, (k, target) in ways.items():
+                    took[way].append(self.load(k, target, streams=1, seconds=self.o.seconds / 4, tokens=1))
+        finally:
+            relay.stop()
         for q in ("p50", "p99"):
-            routed, direct = (statistics.median(r[f"first_{q}_ms"] for r in both[k]) for k in (kind, "node"))
+            routed, direct, relayed = (statistics.median(r[f"first_{q}_ms"] for r in took[w]) for w in ways)
             self.print(f"first-{kind}", f"first_token_{q}_ms", routed, "ms")
             self.print(f"first-{kind}", f"delay_{q}_ms", routed - direct, "ms")
+            self.print(f"first-{kind}", f"relay_delay_{q}_ms", relayed - direct, "ms")
+        self.print(f"first-{kind}", "cpu_us_per_request", statistics.median(
+            1e6 * r["router_cpu_s"] / max(r["requests"], 1) for r in took[kind]), "us")
 
     def fresh(self):
         r = self.load("http", streams=16, seconds=self.o.seconds, tokens=1, fresh=True)
@@ -171,15 +212,73 @@ class Bench:
             r = self.load(kind, streams=4, seconds=self.o.seconds, tokens=1, prompt=4000)
             self.print(f"long {kind}", "cpu_us_per_request", 1e6 * r["router_cpu_s"] / max(r["requests"], 1), "us")
 
+    def soak(self, kind):
+        """Streams for minutes, one request in fifty left in the middle of its answer. What may grow is
+        read every second; from the second quarter to the last it must stay as it is."""
+        self.stop()
+        self.start(SOAK_STEP_US)
+        pid, n = self.router_process.p.pid, self.o.soak_streams
+        before, rss, held = fds(pid), [], []
+        p = self.start_load(kind, None, streams=n, seconds=60 * self.o.minutes, tokens=200, leave=50)
+        while p.poll() is None:
+            time.sleep(1)
+            rss.append(rss_mb(pid))
+            held.append(fds(pid))
+        r = json.loads(p.communicate()[0])
+        eventually(lambda: self.cluster.client.server().requests_active == 0, 30, "no request left")
+        eventually(lambda: fds(pid) <= before, 30, "descriptors back")
+        quarter = len(rss) // 4
+        growth = max(rss[-quarter:]) - max(rss[quarter:2 * quarter])
+        for metric, value, unit in (
+                ("minutes", self.o.minutes, ""), ("tokens_per_s", r["tokens"] / r["seconds"], "tokens/s"),
+                ("requests", r["requests"], ""), ("left", r["left"], ""), ("errors", r["errors"], ""),
+                ("rss_max_mb", max(rss), "MB"), ("rss_growth_mb", growth, "MB"),
+                ("rss_after_mb", rss_mb(pid), "MB"), ("fds_max", max(held), ""),
+                ("fds_before", before, ""), ("fds_after", fds(pid), "")):
+            self.print(f"soak {kind} {n}", metric, value, unit)
+        if r["errors"] or max(rss) > 200 or growth > 3:
+            sys.exit(f"soak {kind}: errors, or not steady")
+
+    def peers(self):
+        """One core and the same load for each; the share of the best peer is of tokens at the most streams."""
+        if not self.o.peers:
+            sys.exit("peers: --peers PYTHON says where they are installed")
+        ours = self.tokens("http")[-1]
+        first = [self.load("http", streams=1, seconds=self.o.seconds / 4, tokens=1)["first_p50_ms"]]
+        self.print("http", "first_token_p50_ms", first[0], "ms")
+        best = 0
+        worker = Helper(self.others, "front_worker", f"--step-us={self.o.step_us}")
+        try:
+            direct = self.load("http", worker.address, [worker.p.pid], streams=1, seconds=self.o.seconds / 4,
+                               tokens=1, text=True)
+            for name in PEERS:
+                peer = Peer(self.o.peers, name, worker.address, self.own)
+                at = {"target": peer.address, "pids": peer.pids(), "text": True}
+                label = f"{name} {version(self.o.peers, name)}"
+                try:
+                    best = max(best, self.tokens("http", label, **at)[-1])
+                    r = self.load("http", streams=1, seconds=self.o.seconds / 4, tokens=1, **at)
+                    for q in ("p50", "p99"):
+                        self.print(label, f"delay_{q}_ms", r[f"first_{q}_ms"] - direct[f"first_{q}_ms"], "ms")
+                finally:
+                    peer.stop()
+        finally:
+            worker.stop()
+        self.print(f"http {self.o.streams[-1]}", "times_best_peer", ours / best, "")
+
 
 def main():
     a = argparse.ArgumentParser()
     a.add_argument("--model", required=True)
-    a.add_argument("--case", action="append", choices=(*CASES, "router"))
+    a.add_argument("--case", action="append", choices=CASES + EXTRA)
     a.add_argument("--streams", type=int, action="append")
     a.add_argument("--seconds", type=float, default=8)
     a.add_argument("--step-us", type=int, default=10000)
-    a.add_argument("--router", action="append", default=["--limits.active=16384", "--admission.queued=16384", "--admission.node_queue=0s"], help="an option for the router")
+    a.add_argument("--router", action="append", help="an option for the router", default=[
+        "--limits.active=16384", "--admission.queued=16384", "--admission.node_queue=0s"])
+    a.add_argument("--minutes", type=float, default=10)
+    a.add_argument("--soak-streams", type=int, default=5000)
+    a.add_argument("--peers", metavar="PYTHON")
     a.add_argument("--json", action="store_true")
     o = a.parse_args()
     o.streams = o.streams or [64, 2000]
@@ -192,6 +291,8 @@ def main():
         for case in o.case or CASES:
             if case.startswith("first-"):
                 b.first(case.removeprefix("first-"))
+            elif case.startswith("soak-"):
+                b.soak(case.removeprefix("soak-"))
             elif case in ("http", "grpc"):
                 b.tokens(case)
             else:

@@ -2,13 +2,15 @@
  * next, for so many seconds.
  *
  *   front_load http|grpc|node HOST:PORT [--streams N] [--seconds S] [--tokens M] [--prompt K]
- * [--fresh]
+ * [--fresh] [--text] [--leave N]
  *
  * node asks a node itself, one stream at a time: what there would be without a router. --fresh
- * makes a new connection for every request (http). Sockets are as the system makes them: no
- * TCP_NODELAY, no quick acknowledgements, the request's head and body in one write. Prints one JSON
- * object: requests and tokens that ended in the time, errors, time to the first token of requests
- * begun in it (ms), from the first byte sent to the first token seen. */
+ * makes a new connection for every request (http). --text sends words and a model's name instead of
+ * ids, for those that take no ids (http). --leave: every Nth request is left in the middle of its
+ * answer, by closing its connection (http) or cancelling its call (grpc). Sockets are as the system
+ * makes them: no TCP_NODELAY, no quick acknowledgements, the request's head and body in one write.
+ * Prints one JSON object: requests and tokens that ended in the time, errors, time to the first
+ * token of requests begun in it (ms), from the first byte sent to the first token seen. */
 #include "common/base/buf.h"
 #include "common/rpc/client.h"
 #include "proto/baton.pb-c.h"
@@ -32,12 +34,13 @@ static struct {
     const char *kind, *target;
     int streams, tokens, prompt;
     double seconds;
-    bool fresh;
+    int leave;
+    bool fresh, text;
 } o = {.streams = 1, .tokens = 64, .prompt = 16, .seconds = 5};
 
 static struct {
     uint64_t begin, end; /* what counts: the first second is for warming up */
-    uint64_t tokens, requests, errors;
+    uint64_t tokens, requests, errors, begun, left;
     double *first;
     size_t n_first;
 } seen;
@@ -54,11 +57,18 @@ static void count_first(uint64_t begin, uint64_t now)
     }
 }
 
+/* How many tokens the next request takes before it leaves; 0: it stays. */
+static int leaves_after(void)
+{
+    return o.leave > 0 && ++seen.begun % (uint64_t)o.leave == 0 ? BT_MAX(o.tokens / 2, 1) : 0;
+}
+
 /* --- HTTP --- */
 
 struct conn {
     int fd;
     bool any;       /* a token has come */
+    int leave, n;   /* leaves after so many tokens, unless 0; tokens so far */
     size_t matched; /* of the pattern that is looked for */
     size_t done;
     uint64_t begin;
@@ -71,13 +81,19 @@ static int poller;
 static void make_request(void)
 {
     char body[65536], head[256];
-    size_t n = (size_t)snprintf(body, sizeof(body), "{\"prompt\":[");
+    size_t n = (size_t)snprintf(
+        body, sizeof(body), o.text ? "{\"model\":\"simulated\",\"prompt\":\"" : "{\"prompt\":[");
 
     for (int i = 0; i < o.prompt; i++) {
-        n += (size_t)snprintf(body + n, sizeof(body) - n, "%s%d", i ? "," : "", 100 + i % 9000);
+        n += (size_t)snprintf(body + n, sizeof(body) - n, o.text ? "%sw%d" : "%s%d",
+                              !i       ? ""
+                              : o.text ? " "
+                                       : ",",
+                              100 + i % 9000);
     }
     n += (size_t)snprintf(body + n, sizeof(body) - n,
-                          "],\"max_tokens\":%d,\"stream\":true,\"temperature\":0}", o.tokens);
+                          "%s,\"max_tokens\":%d,\"stream\":true,\"temperature\":0}",
+                          o.text ? "\"" : "]", o.tokens);
     snprintf(head, sizeof(head),
              "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
              "Content-Length: %zu\r\n\r\n",
@@ -89,6 +105,8 @@ static void ask(struct conn *c)
 {
     c->any = false;
     c->matched = c->done = 0;
+    c->n = 0;
+    c->leave = leaves_after();
     c->begin = bt_now_ns();
     if (send(c->fd, request.p, request.n, MSG_NOSIGNAL) != (ssize_t)request.n) {
         seen.errors++;
@@ -121,6 +139,7 @@ static bool scan(struct conn *c, const char *p, size_t n)
         if (c->matched == sizeof(token) - 1) {
             c->matched = 0;
             seen.tokens += counts(now);
+            c->n++;
             if (!c->any) {
                 c->any = true;
                 count_first(c->begin, now);
@@ -155,6 +174,10 @@ static void on_readable(struct conn *c)
         } else {
             ask(c);
         }
+    } else if (c->leave > 0 && c->n >= c->leave) {
+        seen.left++;
+        close(c->fd);
+        open_conn(c);
     }
 }
 
@@ -194,7 +217,8 @@ static int32_t *prompt_ids(void)
 struct call {
     struct bt_rpc_channel *channel;
     uint64_t begin;
-    bool any;
+    bool any, left;
+    int leave, n;
 };
 
 static struct bt_loop *loop;
@@ -215,6 +239,12 @@ static void on_message(struct bt_rpc_client_call *call, const ProtobufCMessage *
         c->any = true;
         count_first(c->begin, now);
     }
+    c->n += (int)m->n_tokens;
+    if (c->leave > 0 && c->n >= c->leave && !c->left) {
+        c->left = true;
+        seen.left++;
+        bt_rpc_client_cancel(call);
+    }
 }
 
 static void on_closed(struct bt_rpc_client_call *call, int status, const char *text)
@@ -224,7 +254,7 @@ static void on_closed(struct bt_rpc_client_call *call, int status, const char *t
 
     (void)text;
     if (status != BT_RPC_OK) {
-        seen.errors++;
+        seen.errors += !c->left;
     } else {
         seen.requests += counts(now);
     }
@@ -247,7 +277,9 @@ static void begin_call(struct call *c)
                                       .request = &generate.base,
                                       .half_close = true};
 
-    c->any = false;
+    c->any = c->left = false;
+    c->n = 0;
+    c->leave = leaves_after();
     c->begin = bt_now_ns();
     if (bt_rpc_client_start(c->channel, &args, &call, &err) < 0) {
         fprintf(stderr, "front_load: %s\n", err.msg);
@@ -394,7 +426,8 @@ static bool parse(int argc, char **argv)
     static const struct option options[] = {
         {"streams", required_argument, NULL, 's'}, {"seconds", required_argument, NULL, 't'},
         {"tokens", required_argument, NULL, 'n'},  {"prompt", required_argument, NULL, 'p'},
-        {"fresh", no_argument, NULL, 'f'},         {0}};
+        {"fresh", no_argument, NULL, 'f'},         {"text", no_argument, NULL, 'x'},
+        {"leave", required_argument, NULL, 'l'},   {0}};
     int opt;
 
     while ((opt = getopt_long(argc, argv, "", options, NULL)) != -1) {
@@ -413,6 +446,12 @@ static bool parse(int argc, char **argv)
             break;
         case 'f':
             o.fresh = true;
+            break;
+        case 'x':
+            o.text = true;
+            break;
+        case 'l':
+            o.leave = (int)strtol(optarg, NULL, 10);
             break;
         default:
             return false;
@@ -466,11 +505,12 @@ int main(int argc, char **argv)
     cpu = (double)(use.ru_utime.tv_sec + use.ru_stime.tv_sec) +
           (double)(use.ru_utime.tv_usec + use.ru_stime.tv_usec) / 1e6;
     qsort(seen.first, seen.n_first, sizeof(*seen.first), by_value);
-    printf("{\"tokens\":%llu,\"requests\":%llu,\"errors\":%llu,\"seconds\":%.3f,\"cpu_s\":%.3f,"
+    printf("{\"tokens\":%llu,\"requests\":%llu,\"errors\":%llu,\"left\":%llu,\"seconds\":%.3f,"
+           "\"cpu_s\":%.3f,"
            "\"first\":%zu,\"first_p50_ms\":%.4f,\"first_p99_ms\":%.4f,\"first_max_ms\":%.3f}\n",
            (unsigned long long)seen.tokens, (unsigned long long)seen.requests,
-           (unsigned long long)seen.errors, o.seconds, cpu, seen.n_first, percentile(0.5),
-           percentile(0.99), percentile(1));
+           (unsigned long long)seen.errors, (unsigned long long)seen.left, o.seconds, cpu,
+           seen.n_first, percentile(0.5), percentile(0.99), percentile(1));
     fflush(stdout);
     _exit(0); /* streams that still run are nobody's business */
 }
