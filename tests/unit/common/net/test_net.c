@@ -478,6 +478,74 @@ static void test_views_of_sealed_memory_alone(void **state)
     bt_mem_private.free(&own);
 }
 
+struct file_ask {
+    struct side *s;
+    struct bt_net_file file;
+    size_t bytes;
+    const void *ret;
+};
+
+static void do_view_file(void *arg)
+{
+    struct file_ask *v = arg;
+
+    v->ret = bt_net_view_file(v->s->peer, &v->file, v->bytes);
+}
+
+static const char *view_of_file(struct side *s, struct bt_net_file file, size_t bytes)
+{
+    struct file_ask v = {s, file, bytes, NULL};
+
+    side_on_net(s->net, do_view_file, &v);
+    return v.ret;
+}
+
+/* By its name a file is seen whole, wherever the peer has mapped it; one more than is allowed is
+ * not, nor one that the peer does not have. */
+static void test_views_of_files_by_name(void **state)
+{
+    int loose = memfd_create("loose", MFD_CLOEXEC);
+    struct bt_mem_region more[16];
+    struct bt_net_file file, gone;
+    struct side a, b;
+    uint32_t n = 0;
+
+    assert_int_equal(side_open(&a, "auto"), BT_OK);
+    assert_int_equal(side_open(&b, "auto"), BT_OK);
+    assert_int_equal(bt_mem_host.alloc(BIG, "test", &b.mem, NULL), BT_OK);
+    memcpy(b.mem.base, pattern, BIG);
+    connect_sides(&a, &b);
+    assert_true(EVENTUALLY(LOAD(b.accepted) == 1));
+    assert_int_equal(ftruncate(loose, BIG), 0);
+    assert_false(bt_net_file_of(loose, &file));
+    assert_false(bt_net_file_of(-1, &file));
+    assert_true(bt_net_file_of(b.mem.fd, &file));
+    for (int i = 0; i < 40; i++) {
+        const char *v = view_of_file(&a, file, BIG);
+
+        assert_non_null(v);
+        assert_memory_equal(v, pattern, BIG);
+        assert_null(view_of_file(&a, file, (size_t)BIG + 4096));
+    }
+    gone = (struct bt_net_file){file.dev, file.ino + 100000};
+    assert_null(view_of_file(&a, gone, 4096));
+    for (size_t i = 0; i < BT_ARRAY_LEN(more); i++) {
+        assert_int_equal(bt_mem_host.alloc(4096, "more", &more[i], NULL), BT_OK);
+        assert_true(bt_net_file_of(more[i].fd, &gone));
+        n += view_of_file(&a, gone, 4096) != NULL;
+    }
+    assert_int_equal(n, 15);
+    assert_non_null(view_of_file(&a, file, BIG));
+
+    bt_net_destroy(a.net);
+    bt_net_destroy(b.net);
+    for (size_t i = 0; i < BT_ARRAY_LEN(more); i++) {
+        bt_mem_host.free(&more[i]);
+    }
+    close(loose);
+    bt_mem_host.free(&b.mem);
+}
+
 static void test_no_views_over_tcp(void **state)
 {
     struct side a, b;
@@ -787,6 +855,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_rma_tcp),
         cmocka_unit_test(test_rma_shm),
         cmocka_unit_test(test_views_of_sealed_memory_alone),
+        cmocka_unit_test(test_views_of_files_by_name),
         cmocka_unit_test(test_no_views_over_tcp),
         cmocka_unit_test(test_listen_refusals),
         cmocka_unit_test(test_connect_refused),

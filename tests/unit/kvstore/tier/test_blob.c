@@ -281,12 +281,64 @@ static void test_runs(void **state)
     assert_int_not_equal(p, q);
 }
 
+/* The same block by its grid: gathered, sampled, and descriptions that reach beyond the memory. */
+static void test_grids(void **state)
+{
+    struct kv_pool *pool = make_pool(8, KV_DTYPE_F32);
+    const uint32_t pages[] = {7, 2, 15, 0};
+    uint32_t wild[] = {7, 2, 15, 16};
+    struct kv_blob_grid g = kv_blob_grid_of(pool, pages, BLOCK), bad;
+    struct kv_blob_shape shape = kv_blob_shape_of(kv_pool_layout(pool), BLOCK);
+    size_t bytes = kv_pool_layout(pool)->bytes;
+    char *a = malloc(shape.layer_bytes), *b = malloc(shape.layer_bytes);
+    struct kv_key key = {{0}};
+    uint64_t sum;
+
+    each(pool, pages, BLOCK, false);
+    for (uint32_t l = 0; l < 2; l++) {
+        sum = kv_blob_gather_sum(pool, pages, BLOCK, (int)l, a);
+        assert_true(kv_blob_grid_gather(&g, l, b) == sum &&
+                    sum == kv_blob_sum(b, shape.layer_bytes));
+        assert_memory_equal(a, b, shape.layer_bytes);
+    }
+    for (int k = 0; k < 256; k++) {
+        key.b[0] = (uint8_t)k;
+        sum = 0;
+        for (uint32_t l = 0; l < 2; l++) {
+            size_t from = kv_blob_sample_at(&g, &key, l);
+
+            assert_true(from + g.row_bytes <= shape.layer_bytes);
+            kv_blob_grid_gather(&g, l, b);
+            sum = kv_sum_seeded(b + from, g.row_bytes, sum);
+        }
+        assert_true(sum == kv_blob_grid_sample(&g, &key, 2));
+    }
+    assert_true(kv_blob_grid_fits(&g, &shape, bytes));
+    assert_false(kv_blob_grid_fits(&g, &shape, bytes - 1));
+    bad = g;
+    bad.pages = wild;
+    assert_false(kv_blob_grid_fits(&bad, &shape, bytes));
+    bad = g;
+    bad.n_rows++;
+    assert_false(kv_blob_grid_fits(&bad, &shape, bytes));
+    bad = g;
+    bad.row_bytes = SIZE_MAX / 2;
+    assert_false(kv_blob_grid_fits(&bad, &shape, SIZE_MAX));
+    bad = g;
+    bad.layer_stride = SIZE_MAX;
+    assert_false(kv_blob_grid_fits(&bad, &shape, SIZE_MAX));
+    free(a);
+    free(b);
+    kv_pool_destroy(pool);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_page_sizes),     cmocka_unit_test(test_dtypes),
         cmocka_unit_test(test_pages_left_out), cmocka_unit_test(test_head),
         cmocka_unit_test(test_head_limits),    cmocka_unit_test(test_runs),
+        cmocka_unit_test(test_grids),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
