@@ -251,7 +251,15 @@ bool kv_client_lend_refused(struct copy *k, int rc)
     struct server *to = k->l->user;
 
     kv_client_reader_gone(k);
+    if (rc == BT_E_CORRUPT && k->called_back) { /* it has read late, and has seen that */
+        kv_client_go_on_staged(k);
+        return true;
+    }
     if (rc != BT_E_UNSUPPORTED) {
+        if (rc == BT_E_CORRUPT) {
+            BT_WARN("store_lend", "peer=%s msg=\"has not read the pages that were lent\"",
+                    k->l->name);
+        }
         kv_client_give_pages(s, BT_OK);
         return false;
     }
