@@ -156,7 +156,7 @@ static void loop(struct bt_net *net)
             }
         }
         if (busy) {
-            busy_at = now;
+            busy_at = bt_now_ns(); /* the work may have taken long */
         } else if (now - busy_at > SPIN_NS && !net->stopping) {
             sleep_until_event(net);
         }

@@ -110,26 +110,31 @@ static void unit_sums(const uint8_t *p, uint64_t *sums)
 
 /* ---- lanes ---- */
 
-/* Copies unit `at` of four lanes; sums[lane] = what it adds. `last` = its end in lane 3. */
-typedef void
-unit4_fn(const struct kv_copy_lane *lanes, size_t at, uint64_t sums[4][8], uint8_t *last);
+/* Four units to copy, and the four that come next: read ahead, since the hardware does not do that
+ * beyond a page. */
+struct four {
+    struct kv_copy_lane now[4];
+    const char *next[4];
+};
 
-static void
-unit4_plain(const struct kv_copy_lane *lanes, size_t at, uint64_t sums[4][8], uint8_t *last)
+/* sums[lane] = what it adds. `last` = the end of the last one. */
+typedef void unit4_fn(const struct four *f, uint64_t sums[4][8], uint8_t *last);
+
+static void unit4_plain(const struct four *f, uint64_t sums[4][8], uint8_t *last)
 {
     uint8_t unit[KV_COPY_UNIT];
 
     for (int i = 0; i < 4; i++) {
-        memcpy(unit, lanes[i].from + at, sizeof(unit));
+        memcpy(unit, f->now[i].from, sizeof(unit));
         unit_sums(unit, sums[i]);
-        memcpy(lanes[i].to + at, unit, sizeof(unit));
+        memcpy(f->now[i].to, unit, sizeof(unit));
     }
     memcpy(last, unit + sizeof(unit) - STRIPE, STRIPE);
 }
 
 #if defined(__x86_64__)
 __attribute__((target("avx512f"))) static void
-unit4_avx512(const struct kv_copy_lane *lanes, size_t at, uint64_t sums[4][8], uint8_t *last)
+unit4_avx512(const struct four *f, uint64_t sums[4][8], uint8_t *last)
 {
     __m512i a[4], x = _mm512_setzero_si512();
 
@@ -142,8 +147,9 @@ unit4_avx512(const struct kv_copy_lane *lanes, size_t at, uint64_t sums[4][8], u
         for (int i = 0; i < 4; i++) {
             __m512i k;
 
-            x = _mm512_loadu_si512(lanes[i].from + at + STRIPE * s);
-            _mm512_stream_si512((void *)(lanes[i].to + at + STRIPE * s), x);
+            x = _mm512_loadu_si512(f->now[i].from + STRIPE * s);
+            _mm_prefetch(f->next[i] + STRIPE * s, _MM_HINT_T0);
+            _mm512_stream_si512((void *)(f->now[i].to + STRIPE * s), x);
             k = _mm512_xor_si512(x, key);
             k = _mm512_mul_epu32(k, _mm512_srli_epi64(k, 32));
             a[i] = _mm512_add_epi64(a[i], k);
@@ -157,7 +163,7 @@ unit4_avx512(const struct kv_copy_lane *lanes, size_t at, uint64_t sums[4][8], u
 }
 
 __attribute__((target("avx2"))) static void
-unit4_avx2(const struct kv_copy_lane *lanes, size_t at, uint64_t sums[4][8], uint8_t *last)
+unit4_avx2(const struct four *f, uint64_t sums[4][8], uint8_t *last)
 {
     __m256i a[4][2], x[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
 
@@ -168,12 +174,13 @@ unit4_avx2(const struct kv_copy_lane *lanes, size_t at, uint64_t sums[4][8], uin
         const __m256i *key = (const __m256i *)(XXH3_kSecret + 8 * s);
 
         for (int i = 0; i < 4; i++) {
+            _mm_prefetch(f->next[i] + STRIPE * s, _MM_HINT_T0);
             for (int h = 0; h < 2; h++) {
-                size_t o = at + STRIPE * s + 32 * (size_t)h;
+                size_t o = STRIPE * s + 32 * (size_t)h;
                 __m256i k;
 
-                x[h] = _mm256_loadu_si256((const __m256i *)(lanes[i].from + o));
-                _mm256_stream_si256((__m256i *)(lanes[i].to + o), x[h]);
+                x[h] = _mm256_loadu_si256((const __m256i *)(f->now[i].from + o));
+                _mm256_stream_si256((__m256i *)(f->now[i].to + o), x[h]);
                 k = _mm256_xor_si256(x[h], _mm256_loadu_si256(key + h));
                 k = _mm256_mul_epu32(k, _mm256_srli_epi64(k, 32));
                 a[i][h] = _mm256_add_epi64(a[i][h], k);
@@ -255,40 +262,50 @@ static void add_bytes(struct kv_copy *c, char *to, const char *from, size_t n);
 /* Fewer than four: their units side by side. */
 static void run_few(struct kv_copy *c, uint32_t n)
 {
-    struct kv_copy_lane units[3 * KV_COPY_LANE / KV_COPY_UNIT];
-    uint32_t n_units = 0, i = 0;
+    uint32_t per_lane = c->lane_bytes / KV_COPY_UNIT, n_units = n * per_lane, i = 0;
     uint64_t sums[4][8];
+    struct four f;
 
-    for (uint32_t k = 0; k < n; k++) {
-        for (size_t at = 0; at < c->lane_bytes; at += KV_COPY_UNIT) {
-            units[n_units].to = c->lanes[k].to + at;
-            units[n_units++].from = c->lanes[k].from + at;
-        }
-    }
     for (; i + 4 <= n_units; i += 4) {
-        isa()->unit4(units + i, 0, sums, c->tail);
+        for (uint32_t k = 0; k < 4; k++) {
+            const struct kv_copy_lane *l = &c->lanes[(i + k) / per_lane];
+            size_t at = (i + k) % per_lane * KV_COPY_UNIT;
+
+            f.now[k] = (struct kv_copy_lane){l->to + at, l->from + at};
+            f.next[k] = l->from + at;
+        }
+        isa()->unit4(&f, sums, c->tail);
         isa()->take(c, sums, 4);
     }
     for (; i < n_units; i++) {
-        add_bytes(c, units[i].to, units[i].from, KV_COPY_UNIT);
+        const struct kv_copy_lane *l = &c->lanes[i / per_lane];
+        size_t at = i % per_lane * KV_COPY_UNIT;
+
+        add_bytes(c, l->to + at, l->from + at, KV_COPY_UNIT);
     }
 }
 
-/* Does what waits. */
-static void run_lanes(struct kv_copy *c)
+/* The first four lanes; the others move up. */
+static void run_four(struct kv_copy *c)
 {
-    uint32_t n = c->n_lanes, units = c->lane_bytes / KV_COPY_UNIT;
+    uint32_t units = c->lane_bytes / KV_COPY_UNIT;
     uint64_t sums[KV_COPY_LANE / KV_COPY_UNIT][4][8]; /* by unit, by lane */
     uint64_t in_order[4 * KV_COPY_LANE / KV_COPY_UNIT][8];
     unit4_fn *fn = isa()->unit4;
 
-    c->n_lanes = 0;
-    if (n < 4) {
-        run_few(c, n);
-        return;
-    }
     for (uint32_t u = 0; u < units; u++) {
-        fn(c->lanes, (size_t)u * KV_COPY_UNIT, sums[u], c->tail);
+        struct four f;
+
+        for (uint32_t i = 0; i < 4; i++) {
+            const struct kv_copy_lane *l = &c->lanes[i];
+            size_t at = (size_t)u * KV_COPY_UNIT;
+
+            f.now[i] = (struct kv_copy_lane){l->to + at, l->from + at};
+            f.next[i] = u + 1 < units        ? l->from + at + KV_COPY_UNIT
+                        : i + 4 < c->n_lanes ? c->lanes[i + 4].from
+                                             : l->from + at;
+        }
+        fn(&f, sums[u], c->tail);
     }
     for (uint32_t i = 0; i < 4; i++) {
         for (uint32_t u = 0; u < units; u++) {
@@ -296,6 +313,23 @@ static void run_lanes(struct kv_copy *c)
         }
     }
     isa()->take(c, in_order, 4 * units);
+    c->n_lanes -= 4;
+    memmove(c->lanes, c->lanes + 4, c->n_lanes * sizeof(c->lanes[0]));
+}
+
+/* Does what waits. */
+static void run_lanes(struct kv_copy *c)
+{
+    uint32_t n;
+
+    while (c->n_lanes >= 4) {
+        run_four(c);
+    }
+    n = c->n_lanes;
+    c->n_lanes = 0;
+    if (n > 0) {
+        run_few(c, n);
+    }
 }
 
 /* Of any length, by way of a unit of our own. */
@@ -341,8 +375,8 @@ static void add_lane(struct kv_copy *c, char *to, const char *from, size_t n)
     c->lane_bytes = (uint32_t)n;
     c->lanes[c->n_lanes].to = to;
     c->lanes[c->n_lanes].from = from;
-    if (++c->n_lanes == 4) {
-        run_lanes(c);
+    if (++c->n_lanes == BT_ARRAY_LEN(c->lanes)) {
+        run_four(c);
     }
 }
 

@@ -2,8 +2,8 @@
  *
  * The sum is XXH3-64 (seed 0) everywhere. A copy with a sum reads every source byte once: what was
  * summed is what was written, also where another process may change the source meanwhile. It goes
- * past the caches and reads several pages at once, since neither side is used again soon and one
- * page alone does not keep the memory busy.
+ * past the caches and reads several pages at once, a unit ahead, since neither side is used again
+ * soon and one page alone does not keep the memory busy.
  *
  * Pure functions; any thread, one object at a time. */
 #ifndef KV_BLOCK_SUM_H
@@ -33,7 +33,7 @@ struct kv_copy {
     bool has_pending;
     uint8_t tail[64]; /* the last bytes of the last whole unit */
     uint8_t carry[KV_COPY_UNIT];
-    struct kv_copy_lane lanes[4];
+    struct kv_copy_lane lanes[8]; /* four to copy, four to read ahead of */
 };
 
 void kv_copy_begin(struct kv_copy *c);

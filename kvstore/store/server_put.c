@@ -443,6 +443,26 @@ static bool pull_next(struct put *p)
            next_layer(p, kv_sum(layer_at(p, p->layer), p->shape.layer_bytes));
 }
 
+/* It has had its turn: the other clients are next, and then it goes on before what else its client
+ * has lent, so that pages are given back one block after the other. */
+static void behind_others(struct kv_server *s, struct put *p)
+{
+    struct bt_list same;
+    struct bt_list *it;
+
+    bt_list_init(&same);
+    bt_list_push_back(&same, &p->pull_link);
+    bt_list_for_each_safe (at, &s->pulling) {
+        if (BT_LIST_ENTRY(at, struct put, pull_link)->client == p->client) {
+            bt_list_remove(at);
+            bt_list_push_back(&same, at);
+        }
+    }
+    while ((it = bt_list_pop_front(&same)) != NULL) {
+        bt_list_push_back(&s->pulling, it);
+    }
+}
+
 bool kv_server_pump_puts(struct kv_server *s, size_t *budget)
 {
     struct bt_list turn;
@@ -456,7 +476,9 @@ bool kv_server_pump_puts(struct kv_server *s, size_t *budget)
         while (on && !p->reading && *budget > 0) {
             on = pull_piece(p, budget) && (p->offset == 0 || p->reading || pull_next(p));
         }
-        if (on) {
+        if (on && p->lent) {
+            behind_others(s, p); /* the budget is used up */
+        } else if (on) {
             bt_list_push_back(&turn, &p->pull_link);
         }
     }
