@@ -477,7 +477,7 @@ int kv_client_create(const struct kv_client_cfg *cfg, struct kv_client **ret, st
     c->cfg.stall_ns = cfg->stall_ns ? cfg->stall_ns : 500 * BT_NS_PER_MS;
     c->next_req = 1;
     c->cfg.lend_bytes = cfg->lend_bytes ? cfg->lend_bytes : 64u << 20;
-    c->cfg.lend_ns = cfg->lend_ns ? cfg->lend_ns : 500 * BT_NS_PER_MS;
+    c->cfg.lend_ns = cfg->lend_ns ? cfg->lend_ns : 1 * BT_NS_PER_S;
     c->meet_msg.handle = on_meet;
     bt_list_init(&c->meet_msg.link);
     c->watch = (struct bt_net_timer){.deadline_ns = BT_NEVER_NS, .fn = kv_client_on_watch};

@@ -41,7 +41,7 @@ struct kv_client_cfg {
     uint64_t staging_bytes;       /* 64 MiB: blocks on their way to the daemons */
     uint64_t lend_bytes;          /* 64 MiB, and at most an eighth of the pool: blocks that daemons
                                      of this host read from the pages themselves */
-    uint64_t lend_ns;             /* 500 ms: then pages are not lent any longer */
+    uint64_t lend_ns;             /* 1 s: then pages are not lent any longer, but copied */
 };
 
 struct kv_client_stats {

@@ -6,12 +6,13 @@
  * without a break until after its last read. A read that is late gets DROP, or no answer at all.
  *
  *     waiting -> lent -> TAKEN -> KEEP, pages given back -> DONE
- *        |         '-> called back (lend_ns is over): staged if there is a free slot, pages given
- *        |             back; TAKEN is answered by DROP, then PUT from the staging follows
+ *        |         '-> called back (lend_ns is over): staged, pages given back; TAKEN is answered
+ *        |             by DROP, then PUT from the staging follows. No slot for as long again: given
+ * up
  *        '-> staged: an owner that cannot read our memory, or is slow, or the wait is too long
  *
- * So nobody holds pages for longer than lend_ns and a copy, and never more than lend_bytes and an
- * eighth of the pool. Net's thread. */
+ * So what was lent holds its pages for twice lend_ns and a copy at most, and it is never more than
+ * lend_bytes and an eighth of the pool. Net's thread. */
 #include "kvstore/store/client_put_int.h"
 
 #include "common/base/buf.h"
@@ -275,21 +276,10 @@ bool kv_client_lend_refused(struct copy *k, int rc)
     return true;
 }
 
-static bool is_slot_free(struct kv_client *c)
-{
-    bool is;
-
-    pthread_mutex_lock(&c->lock);
-    is = !c->stopping && c->n_free_slots > 0 && bt_list_empty(&c->offers);
-    pthread_mutex_unlock(&c->lock);
-    return is;
-}
-
 /* Lent for too long: what is read from now on does not count. */
 static void call_back(struct stash *s)
 {
     struct kv_client *c = s->client;
-    uint32_t n = 0;
 
     s->n_left++; /* ours */
     for (uint32_t i = 0; i < s->n_copies; i++) {
@@ -298,28 +288,32 @@ static void call_back(struct stash *s)
         if (k->lent && !k->taken && !k->called_back && !k->done) {
             kv_client_reader_gone(k);
             ((struct server *)k->l->user)->slow = true;
-            k->called_back = true;
-            n++;
-            if (!k->sent) {
-                k->lent = k->called_back = false;
-            }
+            k->called_back = k->sent;
+            k->lent = k->sent;
+            count(&c->stats.called_back, 1);
         }
     }
-    count(&c->stats.called_back, n);
-    if (n > 0 && !s->staged && !s->staging) {
-        if (is_slot_free(c)) {
-            kv_client_stage(s);
-        } else {
-            s->dropped = true;
-        }
+    if (!s->staged && !s->staging && !s->dropped) {
+        kv_client_stage(s);
     }
-    for (uint32_t i = 0; i < s->n_copies && s->dropped; i++) {
+    kv_client_give_pages(s, BT_E_CANCELLED);
+    kv_client_unref_stash(s);
+}
+
+/* No slot has become free for it. */
+static void give_up(struct stash *s)
+{
+    if (!kv_client_unstage(s)) {
+        return; /* it is being copied */
+    }
+    s->dropped = true;
+    for (uint32_t i = 0; i < s->n_copies; i++) {
         if (!s->copies[i].sent && !s->copies[i].done) {
             kv_client_copy_done(&s->copies[i], BT_E_CANCELLED);
         }
     }
     kv_client_give_pages(s, BT_E_CANCELLED);
-    kv_client_unref_stash(s);
+    kv_client_unref_stash(s); /* store-put's */
 }
 
 void kv_client_on_lend_timer(struct bt_net_timer *t)
@@ -333,6 +327,8 @@ void kv_client_on_lend_timer(struct bt_net_timer *t)
 
         if (now - s->since_ns > c->cfg.lend_ns && s->n_readers > 0) {
             call_back(s);
+        } else if (now - s->since_ns > 2 * c->cfg.lend_ns && s->staging) {
+            give_up(s);
         }
     }
     bt_list_for_each_safe (it, &c->waiting) {

@@ -299,6 +299,22 @@ static void start_copies(struct stash *s)
     }
 }
 
+bool kv_client_unstage(struct stash *s)
+{
+    struct kv_client *c = s->client;
+    bool waits;
+
+    pthread_mutex_lock(&c->lock);
+    waits = s->staging && !s->copying;
+    if (waits) {
+        bt_list_remove(&s->stage_link);
+        c->n_offers--;
+        s->staging = false;
+    }
+    pthread_mutex_unlock(&c->lock);
+    return waits;
+}
+
 /* Back from store-put: the bytes lie in a slot, or they will not. */
 static void on_stash(struct bt_msg *msg, void *consumer)
 {
@@ -589,6 +605,7 @@ static struct stash *next_stash(struct kv_client *c)
         return NULL;
     }
     s = BT_LIST_ENTRY(bt_list_pop_front(&c->offers), struct stash, stage_link);
+    s->copying = true;
     c->n_offers--;
     s->slot = c->stopping ? NO_SLOT : c->free_slots[--c->n_free_slots];
     pthread_mutex_unlock(&c->lock);

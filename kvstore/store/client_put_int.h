@@ -44,6 +44,7 @@ struct stash {
     bool lent;         /* in kv_client.lent */
     bool staged;       /* the bytes lie in the slot */
     bool staging;      /* "store-put" has it, or will */
+    bool copying;      /* [lock] store-put has begun */
     bool dropped;      /* it will not be staged */
     struct bt_net_file file;
     uint64_t sample;
@@ -64,6 +65,8 @@ void kv_client_copy_done(struct copy *k, int rc);
 void kv_client_unsend(struct copy *k);
 /* Has it copied into a slot by "store-put". */
 void kv_client_stage(struct stash *s);
+/* Not copied, after all; whoever calls owns its reference then. False: too late. */
+bool kv_client_unstage(struct stash *s);
 /* The pages go back if nobody needs them; once. rc: what is said if they were not staged. */
 void kv_client_give_pages(struct stash *s, int rc);
 /* One of n_left is gone. */

@@ -27,7 +27,7 @@
 #define BLOCK_PAGES (BLOCK / PAGE_TOKENS)
 #define N_BLOCKS    24
 #define N_ROUNDS    4
-#define SILENCE_NS  (600 * BT_NS_PER_MS)
+#define SILENCE_NS  (1500 * BT_NS_PER_MS)
 #define LEND_NS     (100 * BT_NS_PER_MS)
 
 static struct kv_layout layout = {.n_layers = N_LAYERS,
@@ -184,15 +184,17 @@ static void offered(void *arg, int rc)
     atomic_fetch_add(&c->n_back, 1);
 }
 
+/* Borrowed by the block index, which is never up. */
+static struct bt_cluster_conf conf = {.name = (char *)(uintptr_t) "test",
+                                      .redis_address = (char *)(uintptr_t) "",
+                                      .redis_user = (char *)(uintptr_t) "",
+                                      .redis_password = (char *)(uintptr_t) "",
+                                      .redis_timeout_ns = BT_NS_PER_S,
+                                      .lookup_timeout_ns = BT_NS_PER_S,
+                                      .block_ttl_ns = 600 * BT_NS_PER_S};
+
 static void lender_open(struct lender *c, const char *address)
 {
-    struct bt_cluster_conf conf = {.name = (char *)(uintptr_t) "test",
-                                   .redis_address = (char *)(uintptr_t) "",
-                                   .redis_user = (char *)(uintptr_t) "",
-                                   .redis_password = (char *)(uintptr_t) "",
-                                   .redis_timeout_ns = BT_NS_PER_S,
-                                   .lookup_timeout_ns = BT_NS_PER_S,
-                                   .block_ttl_ns = 600 * BT_NS_PER_S};
     struct bt_blockmap_cfg bc = {.conf = &conf};
     struct bt_member m = {.name = "s0", .incarnation = 4, .role = BT_ROLE_KVSTORE};
     struct kv_client_cfg cc = {.net = {.listen = "127.0.0.1:0"},
@@ -416,7 +418,8 @@ static void client_hit(int sig)
                                before + (uint64_t)round * N_BLOCKS / N_ROUNDS));
         kill(c.pid, sig);
         if (sig == SIGSTOP) {
-            poll(NULL, 0, (int)(2 * SILENCE_NS / BT_NS_PER_MS)); /* it is given up meanwhile */
+            /* It goes on where it was, or it was given up meanwhile. */
+            poll(NULL, 0, round % 2 ? 200 : (int)(4 * SILENCE_NS / 3 / BT_NS_PER_MS));
             kill(c.pid, SIGCONT);
         }
         child_end(&c, sig == SIGKILL);
