@@ -13,7 +13,7 @@
 #include <poll.h>
 #include <unistd.h>
 
-#define SILENCE_NS (2 * BT_NS_PER_S)
+#define SILENCE_NS (10 * BT_NS_PER_S)
 #define LEND_NS    (1 * BT_NS_PER_S) /* a loaded machine greets late */
 #define N_HEARD    256
 #define PAGES      2 /* of a block */
