@@ -18,7 +18,6 @@
 #define DEFAULT_COMPLETION_TOKENS 16
 #define MAX_CHAT_MESSAGES         4096
 #define MAX_DEPTH                 32
-#define MAX_VALUES                (1u << 20)
 
 /* Memory of one spec, freed with it. */
 struct rt_http_block {
@@ -714,12 +713,18 @@ static int read_prompts(struct reader *r)
 
 static int parse(struct reader *r, struct bt_str body)
 {
-    const struct bt_json_caps caps = {SIZE_MAX, MAX_VALUES, MAX_DEPTH};
+    size_t max = r->spec->max_values ? r->spec->max_values : RT_HTTP_MAX_VALUES;
+    const struct bt_json_caps caps = {SIZE_MAX, max, MAX_DEPTH};
+    int rc;
 
     baton__v1__sampling__init(&r->sampling);
     baton__v1__stopping__init(&r->stopping);
     baton__v1__generate_request__init(&r->msg);
-    return bt_json_parse(body, "the body", &caps, &r->spec->root, r->err);
+    rc = bt_json_parse(body, "the body", &caps, &r->spec->root, r->err);
+    return rc == BT_E_TOO_LARGE
+               ? BT_FAIL(r->err, rc, "the body has more than %zu values (http.max_body_values)",
+                         max)
+               : rc;
 }
 
 /* What fields say together. */

@@ -8,6 +8,7 @@
 #include <jansson.h>
 
 #define RT_HTTP_MAX_CHOICES 128 /* prompts times n */
+#define RT_HTTP_MAX_VALUES  262144
 
 struct rt_http_block;
 
@@ -18,7 +19,8 @@ struct rt_http_spec {
     bool chat, stream, include_usage, logprobs;
     size_t n_prompts, n; /* choices per prompt */
     Baton__V1__GenerateRequest *msgs;
-    char param[64]; /* of the error, empty = none */
+    char param[64];    /* of the error, empty = none */
+    size_t max_values; /* given: more in one body are refused; 0 = RT_HTTP_MAX_VALUES */
 };
 
 /* Reads a body of /v1/chat/completions or /v1/completions. Errors: BT_E_INVALID, BT_E_FORMAT,

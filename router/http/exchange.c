@@ -10,12 +10,13 @@
 
 /* --- life ------------------------------------------------------------------------------------ */
 
-static struct rt_http_ex *ex_create(struct rt_http_conn *c)
+struct rt_http_ex *rt_http_ex_create(struct rt_http_conn *c)
 {
     struct rt_http_ex *ex = bt_calloc(1, sizeof(*ex));
     uint64_t id;
 
     if (!ex) {
+        rt_http_respond_rc(c, BT_E_NOMEM, NULL, "no memory for the request");
         return NULL;
     }
     ex->h = c->h;
@@ -60,8 +61,7 @@ static void ex_free(struct rt_http_ex *ex)
     free(ex);
 }
 
-/* Frees the exchange when neither its connection nor the loop has it. */
-static void let_go(struct rt_http_ex *ex)
+void rt_http_ex_let_go(struct rt_http_ex *ex)
 {
     if (!ex->conn && ex->n_held == 0) {
         ex_free(ex);
@@ -85,7 +85,7 @@ void rt_http_ex_abandon(struct rt_http_ex *ex)
     ex->conn = NULL;
     ex->over = true;
     cancel_choices(ex);
-    let_go(ex);
+    rt_http_ex_let_go(ex);
 }
 
 /* --- whole responses ------------------------------------------------------------------------- */
@@ -95,7 +95,7 @@ static void respond_whole(struct rt_http_ex *ex, int status, const char *type, s
     rt_http_respond(ex->conn, status, type, body); /* which lets go of us */
 }
 
-static void respond_error(struct rt_http_ex *ex, int rc, const char *param, const char *msg)
+void rt_http_ex_error(struct rt_http_ex *ex, int rc, const char *param, const char *msg)
 {
     struct bt_buf b = {0};
     int status = rt_http_status_of(rc);
@@ -385,7 +385,7 @@ static void whole_finished(struct rt_http_ex *ex)
         rc = rt_http_put(&b, "}");
     }
     if (rc < 0) {
-        respond_error(ex, rc, NULL, bt_rc_text(rc));
+        rt_http_ex_error(ex, rc, NULL, bt_rc_text(rc));
     } else {
         respond_whole(ex, 200, "application/json", bt_buf_str(&b));
     }
@@ -400,7 +400,7 @@ void rt_http_ex_fail(struct rt_http_ex *ex, int rc, const char *msg)
     if (ex->headers_sent) {
         stream_failed(ex, rc, msg);
     } else {
-        respond_error(ex, rc, NULL, msg);
+        rt_http_ex_error(ex, rc, NULL, msg);
     }
 }
 
@@ -456,7 +456,7 @@ static void on_end(struct rt_http_choice *ch, int rc)
         ex->n_held--;
     }
     if (ex->over) {
-        let_go(ex);
+        rt_http_ex_let_go(ex);
     } else if (rc < 0) {
         ex->retry_after_s = ch->client.retry_after_s; /* the loop is done with it */
         rt_http_ex_fail(ex, rc, ch->err.msg);
@@ -476,9 +476,9 @@ static void on_reply(struct rt_http_ask *ask)
 
     ex->n_held--;
     if (ex->over) {
-        let_go(ex);
+        rt_http_ex_let_go(ex);
     } else if (rc < 0) {
-        respond_error(ex, rc, NULL, bt_err_msg(&ask->err, rc));
+        rt_http_ex_error(ex, rc, NULL, bt_err_msg(&ask->err, rc));
     } else {
         respond_whole(ex, ask->status, ask->type, bt_buf_str(&ask->body));
     }
@@ -499,7 +499,7 @@ void rt_http_event(struct rt_http_event *ev)
         return;
     case RT_HTTP_GONE:
         ch->ex->n_held--;
-        let_go(ch->ex);
+        rt_http_ex_let_go(ch->ex);
         return;
     case RT_HTTP_REPLY:
     default:
@@ -552,18 +552,24 @@ static int make_choices(struct rt_http_ex *ex)
     return BT_OK;
 }
 
-void rt_http_generate(struct rt_http_conn *c, bool chat)
+static int read_chat(struct rt_http_ex *ex, struct bt_str body, struct bt_err *err)
 {
-    struct rt_http_ex *ex = ex_create(c);
-    struct bt_err err = {0};
-    char param[sizeof(ex->spec.param)];
-    int rc = BT_E_NOMEM;
+    return rt_http_spec_read(body, true, ex->request_id, &ex->spec, err);
+}
 
-    if (!ex) {
-        rt_http_respond_rc(c, rc, NULL, "no memory for the request");
+static int read_completion(struct rt_http_ex *ex, struct bt_str body, struct bt_err *err)
+{
+    return rt_http_spec_read(body, false, ex->request_id, &ex->spec, err);
+}
+
+static void start_choices(struct rt_http_ex *ex, int rc, const struct bt_err *err)
+{
+    char param[sizeof(ex->spec.param)];
+
+    if (ex->conn->eof) { /* it has left meanwhile: nothing is begun for it */
+        rt_http_conn_close(ex->conn);
         return;
     }
-    rc = rt_http_spec_read(bt_buf_str(&c->body), chat, ex->request_id, &ex->spec, &err);
     if (rc == BT_OK) {
         rc = make_head(ex);
     }
@@ -572,7 +578,7 @@ void rt_http_generate(struct rt_http_conn *c, bool chat)
     }
     if (rc < 0) {
         snprintf(param, sizeof(param), "%s", ex->spec.param);
-        respond_error(ex, rc, param, bt_err_msg(&err, rc));
+        rt_http_ex_error(ex, rc, param, bt_err_msg(err, rc));
         return;
     }
     for (size_t i = 0; i < ex->n_choices; i++) {
@@ -580,30 +586,26 @@ void rt_http_generate(struct rt_http_conn *c, bool chat)
     }
 }
 
-void rt_http_ask(struct rt_http_conn *c,
-                 enum rt_http_question question,
-                 struct rt_http_spec *take_spec)
+void rt_http_generate(struct rt_http_conn *c, bool chat)
 {
-    struct rt_http_ex *ex = ex_create(c);
+    struct rt_http_ex *ex = rt_http_ex_create(c);
+
+    if (ex) {
+        rt_http_read(ex, chat ? read_chat : read_completion, start_choices);
+    }
+}
+
+void rt_http_ask(struct rt_http_ex *ex, enum rt_http_question question)
+{
     struct rt_http_ask *ask = bt_calloc(1, sizeof(*ask));
 
-    if (ex && take_spec) {
-        ex->spec = *take_spec;
-    } else if (take_spec) {
-        rt_http_spec_fini(take_spec);
-    }
-    if (!ex || !ask) {
-        free(ask);
-        if (ex) {
-            respond_error(ex, BT_E_NOMEM, NULL, "no memory for the request");
-        } else {
-            rt_http_respond_rc(c, BT_E_NOMEM, NULL, "no memory for the request");
-        }
+    if (!ask) {
+        rt_http_ex_error(ex, BT_E_NOMEM, NULL, "no memory for the request");
         return;
     }
     ex->ask = ask;
     ex->n_held = 1;
-    ask->h = c->h;
+    ask->h = ex->h;
     ask->ex = ex;
     ask->question = question;
     ask->msg.handle = rt_http_on_ask;
@@ -615,5 +617,5 @@ void rt_http_ask(struct rt_http_conn *c,
         ask->text = is_chat ? NULL : m->text;
         ask->chat = is_chat ? m->chat : NULL;
     }
-    rt_http_to_loop(c->h, &ask->msg);
+    rt_http_to_loop(ex->h, &ask->msg);
 }

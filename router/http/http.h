@@ -12,6 +12,7 @@ struct rt_http_conf {
     char *listen; /* empty = off */
     bool open_metrics;
     uint64_t max_body_bytes, max_queued_bytes;
+    int64_t max_body_values;
     int64_t max_connections;
     uint64_t idle_ns, header_ns, body_ns, stall_ns, heartbeat_ns;
 };

@@ -122,6 +122,7 @@ struct rt_http_ex {
     double retry_after_s;                       /* of the failure; 0 = not known */
     size_t n_bytes;                             /* kept for an answer that is not streamed */
     struct rt_http_ask *ask;
+    struct rt_http_read *reading; /* its body is with the reader, and so is the spec; NULL = no */
 };
 
 enum rt_http_phase {
@@ -188,7 +189,7 @@ struct rt_http {
     char address[300];
     pthread_t thread;
     int epoll_fd, wake_fd, listen_fd;
-    struct bt_mailbox mailbox;
+    struct bt_mailbox mailbox, read_box; /* read_box: from the reader */
     struct bt_sec *sec; /* the node's */
 
     /* http: under the lock, which is held whenever the thread does not sleep */
@@ -210,6 +211,8 @@ struct rt_http {
     bool loop_draining;
     void (*drained)(void *arg);
     void *drained_arg;
+
+    struct rt_http_reader *reader; /* read.c */
 
     size_t n_to_loop; /* messages on their way; atomic, pairs in rt_http_stop */
 };
@@ -260,11 +263,25 @@ int rt_http_status_of(int rc);
 const char *rt_http_code_of(int rc);
 const char *rt_http_reason(int status);
 
+/* read.c: bodies become specs, long ones on a thread of their own. */
+int rt_http_reader_start(struct rt_http *h, struct bt_err *err) BT_MUST_USE;
+/* What it still has comes by the mailbox first. NULL is fine. */
+void rt_http_reader_stop(struct rt_http_reader *r);
+/* Reads the body of the connection's request into ex->spec and calls `done`, now or later; not if
+ * the exchange is over by then. *err is `done`'s to read. */
+typedef int (*rt_http_read_fn)(struct rt_http_ex *ex, struct bt_str body, struct bt_err *err);
+typedef void (*rt_http_read_done)(struct rt_http_ex *ex, int rc, const struct bt_err *err);
+void rt_http_read(struct rt_http_ex *ex, rt_http_read_fn read, rt_http_read_done done);
+
 /* exchange.c */
+/* NULL without memory: the caller has been answered. */
+struct rt_http_ex *rt_http_ex_create(struct rt_http_conn *c);
+/* Frees the exchange once neither its connection nor anybody else has it. */
+void rt_http_ex_let_go(struct rt_http_ex *ex);
+/* A response of its own; the exchange is over. */
+void rt_http_ex_error(struct rt_http_ex *ex, int rc, const char *param, const char *msg);
 void rt_http_generate(struct rt_http_conn *c, bool chat);
-void rt_http_ask(struct rt_http_conn *c,
-                 enum rt_http_question question,
-                 struct rt_http_spec *take_spec);
+void rt_http_ask(struct rt_http_ex *ex, enum rt_http_question question);
 void rt_http_event(struct rt_http_event *ev);
 /* The connection is gone, or the response is whole: what still runs is cancelled, and the exchange
  * freed as soon as the loop has let go of it. */

@@ -160,54 +160,81 @@ static void completions(struct rt_http_conn *c)
     rt_http_generate(c, false);
 }
 
+static void ask(struct rt_http_conn *c, enum rt_http_question question)
+{
+    struct rt_http_ex *ex = rt_http_ex_create(c);
+
+    if (ex) {
+        rt_http_ask(ex, question);
+    }
+}
+
 static void models(struct rt_http_conn *c)
 {
-    rt_http_ask(c, RT_HTTP_MODELS, NULL);
+    ask(c, RT_HTTP_MODELS);
 }
 
 static void health(struct rt_http_conn *c)
 {
-    rt_http_ask(c, RT_HTTP_HEALTH, NULL);
+    ask(c, RT_HTTP_HEALTH);
 }
 
 static void ready(struct rt_http_conn *c)
 {
-    rt_http_ask(c, RT_HTTP_READY, NULL);
+    ask(c, RT_HTTP_READY);
 }
 
 static void metrics(struct rt_http_conn *c)
 {
-    rt_http_ask(c, RT_HTTP_METRICS, NULL);
+    ask(c, RT_HTTP_METRICS);
+}
+
+static int read_tokenize(struct rt_http_ex *ex, struct bt_str body, struct bt_err *err)
+{
+    return rt_http_spec_read_tokenize(body, &ex->spec, err);
+}
+
+static void tokenize_it(struct rt_http_ex *ex, int rc, const struct bt_err *err)
+{
+    char param[sizeof(ex->spec.param)];
+
+    if (rc < 0) {
+        snprintf(param, sizeof(param), "%s", ex->spec.param);
+        rt_http_ex_error(ex, rc, param, bt_err_msg(err, rc));
+    } else {
+        rt_http_ask(ex, RT_HTTP_TOKENIZE);
+    }
 }
 
 static void tokenize(struct rt_http_conn *c)
 {
-    struct rt_http_spec spec = {0};
-    struct bt_err err = {0};
-    int rc = rt_http_spec_read_tokenize(bt_buf_str(&c->body), &spec, &err);
+    struct rt_http_ex *ex = rt_http_ex_create(c);
 
-    if (rc < 0) {
-        rt_http_respond_rc(c, rc, spec.param, bt_err_msg(&err, rc));
-        rt_http_spec_fini(&spec);
-        return;
+    if (ex) {
+        rt_http_read(ex, read_tokenize, tokenize_it);
     }
-    rt_http_ask(c, RT_HTTP_TOKENIZE, &spec);
 }
 
-static void detokenize(struct rt_http_conn *c)
+static int read_detokenize(struct rt_http_ex *ex, struct bt_str body, struct bt_err *err)
 {
-    const struct rt_model *model = c->h->router->model;
-    struct rt_http_spec spec = {0};
+    return rt_http_spec_read_detokenize(body, &ex->spec, err);
+}
+
+static void detokenize_it(struct rt_http_ex *ex, int rc, const struct bt_err *read_err)
+{
+    const struct rt_model *model = ex->h->router->model;
+    const struct rt_http_spec *spec = &ex->spec;
     struct bt_buf text = {.max = 64u << 20}, out = {0};
     struct bt_ids ids = {.max = MAX_DETOK_IDS};
-    struct bt_err err = {0};
-    int rc = rt_http_spec_read_detokenize(bt_buf_str(&c->body), &spec, &err);
+    struct bt_err err = *read_err;
+    char param[sizeof(ex->spec.param)];
 
-    if (rc == BT_OK && !rt_model_is(model, spec.msgs[0].model)) {
-        rc = BT_FAIL(&err, BT_E_NOT_FOUND, "model %.100s is not served here", spec.msgs[0].model);
+    if (rc == BT_OK && !rt_model_is(model, spec->msgs[0].model)) {
+        rc = BT_FAIL(&err, BT_E_NOT_FOUND, "model %.100s is not served here", spec->msgs[0].model);
     }
-    if (rc == BT_OK && spec.msgs[0].tokens->n_ids > 0) {
-        rc = rt_model_ids(model, spec.msgs[0].tokens->ids, spec.msgs[0].tokens->n_ids, &ids, &err);
+    if (rc == BT_OK && spec->msgs[0].tokens->n_ids > 0) {
+        rc =
+            rt_model_ids(model, spec->msgs[0].tokens->ids, spec->msgs[0].tokens->n_ids, &ids, &err);
     }
     if (rc == BT_OK) {
         rc = bt_detok_all(rt_model_tokenizer(model), ids.p, ids.n, 0, &text);
@@ -217,14 +244,23 @@ static void detokenize(struct rt_http_conn *c)
         rc = rt_http_put(&out, "}");
     }
     if (rc < 0) {
-        rt_http_respond_rc(c, rc, spec.param, bt_err_msg(&err, rc));
+        snprintf(param, sizeof(param), "%s", spec->param);
+        rt_http_ex_error(ex, rc, param, bt_err_msg(&err, rc));
     } else {
-        rt_http_respond(c, 200, "application/json", bt_buf_str(&out));
+        rt_http_respond(ex->conn, 200, "application/json", bt_buf_str(&out));
     }
-    rt_http_spec_fini(&spec);
     bt_ids_fini(&ids);
     bt_buf_fini(&text);
     bt_buf_fini(&out);
+}
+
+static void detokenize(struct rt_http_conn *c)
+{
+    struct rt_http_ex *ex = rt_http_ex_create(c);
+
+    if (ex) {
+        rt_http_read(ex, read_detokenize, detokenize_it);
+    }
 }
 
 static const struct route {

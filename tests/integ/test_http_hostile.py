@@ -187,6 +187,73 @@ def test_SEC_05_bodies(h):
             assert error_of(data)["message"]
 
 
+@pytest.fixture(scope="module")
+def large(models):
+    """A router with the bounds of its default."""
+    cluster = Cluster(models("tiny"), router_args=["--http.listen=127.0.0.1:0"])
+    yield Http(cluster)
+    cluster.finish()
+
+
+def test_SEC_05_bodies_of_many_values_are_refused_by_name(large):
+    limit = 262144
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        for body in ('{"prompt":[' + "1," * 1000000 + "1]}", '{"x":{' + '"a":[],' * 300000 + '"b":1}}', "[" * 300000,
+                     '{"tokens":[' + "[],"  * limit + "1]}"):
+            with Raw(large) as s:
+                data = s.send(post(path, body)).until(b"}}")
+                assert status(data) == 400, (path, body[:20])
+                message = error_of(data)["message"]
+                if body[0] == "[":
+                    assert "nested more than 32 deep" in message
+                else:
+                    assert f"more than {limit} values (http.max_body_values)" in message
+    with Raw(large) as s:  # just below: read, and refused for what it says
+        data = s.send(post(body='{"prompt":[' + "1," * (limit - 3) + "1]}")).until(b"}}")
+        assert status(data) == 400 and "max_body_values" not in error_of(data)["message"]
+
+
+def test_SEC_05_large_bodies_are_read_behind_the_back_of_others(large):
+    """Twenty bodies, each tens of milliseconds' work to read: others are answered while they are read."""
+    body = post("/tokenize", '{"tokens":[' + "1," * 250000 + "1]}")
+    held = [Raw(large).send(body) for _ in range(20)]
+    for _ in range(3):
+        assert large.call("GET", "/health")[0].status == 200
+    left = len(held) - len(select.select([s.s for s in held], [], [], 0)[0])
+    for s in held:
+        data = s.until(b"}}")
+        assert status(data) == 400 and "tokens" in error_of(data)["message"]
+        s.s.close()
+    assert left > 0
+    held = [Raw(large).send(body) for _ in range(20)]
+    for s in held:  # gone while theirs is read, or waits for that
+        s.s.close()
+    assert large.complete(max_tokens=1)["choices"]
+
+
+def test_large_bodies_that_are_right(large):
+    with Raw(large) as s:
+        s.send(post("/detokenize", json.dumps({"tokens": [5, 6, 7] * 40000})) + post(max_tokens=2) +
+               b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        data = s.all()  # in their order, though the first is read elsewhere
+        assert [int(x) for x in re.findall(rb"HTTP/1\.1 (\d+) ", data)] == [200, 200, 200]
+        order = [data.index(x) for x in (b'{"prompt":', b'"finish_reason"', b'{"status":"ok"}')]
+        assert order == sorted(order)
+    ids = [5, 6, 7] * 1000
+    padded = json.dumps({"prompt": ids, "max_tokens": 2, "stream": True, "seed": 1}) + " " * 100000
+    with Raw(large) as s:
+        data = s.send(post(body=padded)).until(b"[DONE]")
+        assert status(data) == 200
+    with Raw(large) as s:  # half-closed behind it: left, as with a short body
+        s.send(post(body=padded))
+        s.s.shutdown(socket.SHUT_WR)
+        assert b"[DONE]" not in s.all()
+    with Raw(large) as s:  # a short question is answered all the same
+        s.send(post("/tokenize", json.dumps({"prompt": "lamp " * 10000})))
+        s.s.shutdown(socket.SHUT_WR)
+        assert status(s.all()) == 200
+
+
 def test_SEC_05_too_large_and_endless_bodies(h):
     assert status(ask(h, post(body="x" * (65 * 1024)))) == 413
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
