@@ -190,7 +190,7 @@ struct rt_http {
     pthread_t thread;
     int epoll_fd, wake_fd, listen_fd;
     struct bt_mailbox mailbox, read_box; /* read_box: from the reader */
-    struct bt_sec *sec; /* the node's */
+    struct bt_sec *sec;                  /* the node's */
 
     /* http: under the lock, which is held whenever the thread does not sleep */
     pthread_mutex_t lock;
