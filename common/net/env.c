@@ -28,7 +28,8 @@ static void env_init_once(void)
         {"UCX_POSIX_ERROR_HANDLING", "y"}, /* else shared memory is left out in PEER mode */
         {"UCX_SYSV_ERROR_HANDLING", "y"},
         {"UCX_KEEPALIVE_INTERVAL", "500ms"},
-        {"UCX_TCP_CONN_NB", "y"}, /* connect() must not block the thread */
+        {"UCX_TCP_CONN_NB", "y"},           /* connect() must not block the thread */
+        {"UCX_IB_RCACHE_MAX_REGIONS", "1"}, /* see bt_net_mem_unregister */
         {"UCX_TCP_CM_REUSEADDR", "y"},
         {"UCX_LOG_LEVEL", "error"},
         {"UCX_VFS_ENABLE", "n"},

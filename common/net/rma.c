@@ -42,6 +42,25 @@ int bt_net_mem_register(struct bt_net *net,
     return BT_OK;
 }
 
+/* UCX keeps what was registered with an RDMA device, and with it the keys that peers have got,
+ * until its cache is too full, which it looks at when something is registered. It is told that one
+ * region is too many (env.c), so registering a page that nobody knows ends the keys of all that is
+ * free. */
+static void end_cached_keys(struct bt_net *net)
+{
+    static char page[4096] BT_ALIGNED(4096);
+    ucp_mem_map_params_t params = {
+        .field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH,
+        .address = page,
+        .length = sizeof(page),
+    };
+    ucp_mem_h memh;
+
+    if (ucp_mem_map(net->context, &params, &memh) == UCS_OK) {
+        ucp_mem_unmap(net->context, memh);
+    }
+}
+
 void bt_net_mem_unregister(struct bt_net_mem *mem)
 {
     if (!mem) {
@@ -50,6 +69,7 @@ void bt_net_mem_unregister(struct bt_net_mem *mem)
     bt_list_remove(&mem->link);
     ucp_rkey_buffer_release(mem->key);
     ucp_mem_unmap(mem->net->context, mem->memh);
+    end_cached_keys(mem->net);
     free(mem);
 }
 
