@@ -4,9 +4,10 @@
 #
 #   tests/run.sh [--long] [--gpu] [--stage NAME]...
 #
-#   --long        also what takes hours: real fuzzing, soak, a large tokenizer comparison
+#   --long        also what takes hours: the stages of tests/long.sh, and longer integration tests
 #   --gpu         the tests that need a CUDA device (says so and fails where there is none)
-#   --stage NAME  only this stage: unit, integ, asan, tsan, quickstart (may be repeated)
+#   --stage NAME  only this stage (may be repeated): unit, integ, asan, tsan, quickstart, or one of
+#                 the long ones: clang, valgrind, rdma, fuzz, soak, truth
 set -uo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../deploy/lib.sh"
 
@@ -23,12 +24,16 @@ while [ $# -gt 0 ]; do
         stages+=("$2")
         shift
         ;;
-    -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) die "unknown option $1" ;;
     esac
     shift
 done
-[ ${#stages[@]} -gt 0 ] || stages=(unit integ asan tsan quickstart)
+. "$ROOT_DIR/tests/long.sh"
+if [ ${#stages[@]} -eq 0 ]; then
+    stages=(unit integ asan tsan quickstart)
+    [ $long = 0 ] || stages+=("${LONG_STAGES[@]}")
+fi
 
 cd "$ROOT_DIR" || exit 1
 results=$(mktemp -d "${TMPDIR:-/tmp}/baton-tests.XXXXXX")
@@ -138,10 +143,6 @@ for s in "${stages[@]}"; do
     "stage_$s" || failed_stages+=("$s")
     printf '=== %s took %s s\n' "$s" "$(seconds_since "$started")"
 done
-if [ $long = 1 ]; then
-    printf '\n=== long\n'
-    tests/long.sh "$results" || failed_stages+=(long)
-fi
 if [ $gpu = 1 ]; then
     printf '\n=== gpu\n'
     command -v nvidia-smi >/dev/null && nvidia-smi -L | grep -q GPU ||

@@ -179,10 +179,10 @@ class Bench:
         self.start(step_us, burst)
 
     def router(self):
-        """Processor time and time of a request of 4,000 ids, of a message to a client, of a token of a
-        node. A stream's tokens come one and eight a step: a token's cost is message + token, or
-        message / 8 + token. Time of a token: between two of them when nodes send more than the router
-        can take."""
+        """Processor time of a request of 4,000 ids, of a message to a client, of a token of a node: a
+        stream's tokens come one and eight a step, so a token's cost is message + token, or message / 8 +
+        token. Time of a request: by how much later its first token comes than from the node itself; of a
+        token: from the node until the client has it, with 64 in each step's message."""
         o = self.o
         self.router_line("rss_mb", self.idle_mb, "MB", 60)
         r = self.load("grpc", streams=4, seconds=o.seconds, tokens=1, prompt=PROMPT)
@@ -193,19 +193,17 @@ class Bench:
                 list_.append(self.load(k, streams=1, seconds=o.seconds / 4, tokens=1, prompt=PROMPT)["first_p50_ms"])
         routed, direct = (1e3 * statistics.median(v) for v in first.values())
         self.router_line("time_us_per_request", routed - direct, "us")
-        cost = {1: [], 8: []}
+        cost, relay = {1: [], 8: []}, []
         for burst in (1, 8, 1, 8, 1, 8):
             self.restart(o.step_us, burst)
             r = self.load("grpc", streams=64, seconds=o.seconds / 2, tokens=401)
             cost[burst].append(1e6 * r["router_cpu_s"] / r["tokens"])
+            relay += [r["relay_p50_us"]] if burst == 1 else []
         one, eight = (statistics.median(v) for v in cost.values())
         message = (one - eight) * 8 / 7
         self.router_line("cpu_us_per_client_message", message, "us", 15)
         self.router_line("cpu_us_per_node_token", one - message, "us", 2)
-        self.restart(200, 1)
-        r = self.load("grpc", streams=64, seconds=o.seconds / 2, tokens=401)
-        self.router_line("time_us_per_token", 1e6 * r["seconds"] / r["tokens"], "us")
-        self.router_line("core_busy", r["router_cpu_s"] / r["seconds"], "")
+        self.router_line("time_us_per_token", statistics.median(relay), "us")
 
     def long(self):
         for kind in ("grpc", "http"):

@@ -1,6 +1,7 @@
 /* A node of role "both" that computes nothing: its first token comes at once, then every step gives
- * one token to every stream in one message, as a real node's steps do. For the benchmarks of what
- * stands in front of nodes.
+ * one token to every stream in one message, as a real node's steps do. A token's id tells when it
+ * was sent: 500 and the microseconds modulo 40,000 (front_load.c reads that). For the benchmarks of
+ * what stands in front of nodes.
  *
  *   front_node --digest HEX [--step-us N] [--burst N]     burst: tokens of a stream in one step
  *
@@ -75,7 +76,7 @@ static void send_tokens(struct session *s, size_t from)
         o->tokens = tokens[n];
         o->n_tokens = BT_MIN(t->offset ? burst : 1, t->end - t->offset);
         for (size_t k = 0; k < o->n_tokens; k++, t->offset++) {
-            tokens[n][k] = 500 + (int32_t)((t->id + t->offset * 37) % 20000);
+            tokens[n][k] = 500 + (int32_t)(bt_now_ns() / 1000 % 40000);
         }
         o->finish = t->offset == t->end ? BATON__V1__FINISH_REASON__FINISH_LENGTH
                                         : BATON__V1__FINISH_REASON__FINISH_NONE;

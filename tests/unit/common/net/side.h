@@ -8,6 +8,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <stdlib.h>
 #include <time.h>
 
 static inline void side_nap(void)
@@ -17,10 +18,15 @@ static inline void side_nap(void)
     nanosleep(&ts, NULL);
 }
 
-/* Waits up to 20 s for a condition. */
+static inline uint64_t side_patience_ns(void)
+{
+    return (getenv("BATON_TEST_NET_SLOW") ? 200 : 20) * BT_NS_PER_S;
+}
+
+/* Waits up to 20 s for a condition, in a slow machine 200 s. */
 #define EVENTUALLY(cond)                                                                           \
     ({                                                                                             \
-        uint64_t ev_end_ = bt_deadline_ns(20 * BT_NS_PER_S);                                       \
+        uint64_t ev_end_ = bt_deadline_ns(side_patience_ns());                                     \
         bool ev_ok_;                                                                               \
         while (!(ev_ok_ = (cond)) && bt_now_ns() < ev_end_) {                                      \
             side_nap();                                                                            \

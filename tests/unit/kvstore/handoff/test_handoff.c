@@ -1,6 +1,7 @@
 /* Handoffs between two nodes in one process, over real UCX on loopback. */
 #include "tests/unit/cmocka.h"
 
+#include "common/obs/log.h"
 #include "kvstore/handoff/states.h"
 #include "tests/unit/kvstore/handoff/node.h"
 
@@ -232,7 +233,7 @@ static void test_pages_that_do_not_fit(void **state)
     node_close(&p);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_pull_shm),
@@ -248,5 +249,9 @@ int main(void)
         cmocka_unit_test(test_pages_that_do_not_fit),
     };
 
+    if (argc > 1) {
+        cmocka_set_test_filter(argv[1]);
+        bt_log_threshold = node_env("BATON_TEST_NET_DEBUG", "")[0] ? BT_LOG_DEBUG : BT_LOG_WARN;
+    }
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
