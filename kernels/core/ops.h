@@ -37,6 +37,8 @@ struct kn_stream {
 #define KN_SPLIT_BYTES          1024 /* split activations of 8 rows and 32 inputs */
 /* Shared scratch for a matmul of `rows` activations of width `k`, the one op that needs it. */
 size_t kn_scratch_bytes(size_t rows, size_t k);
+/* Its beginning, for parts with quantized weights. */
+size_t kn_quant_acts_bytes(size_t rows, size_t k);
 
 /* How a back end wants its weights. */
 enum kn_format {
@@ -64,6 +66,9 @@ struct kn_weight {
 /* A block of activations whose largest magnitude is not above this is quantized to zeros (127 / max
  * would overflow). */
 #define KN_QUANT_TINY 1e-30f
+/* With a power of two as scale (cpu/amx/wide.h) it is at least that of this largest magnitude: sums
+ * of products with weights stay above what tile products flush to zero. */
+#define KN_WIDE_TINY 1e-20f
 
 struct kn_embed_args {
     const struct bt_tensor *table; /* [V, E], any dtype, as in the file */

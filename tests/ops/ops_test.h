@@ -31,6 +31,7 @@ struct fixture {
                 size_t stride);
     const void *data; /* of the op's own */
     bool bf16;        /* weights of BF16 among others */
+    bool quant;       /* block-quantized weights among others */
     bool kv_f16;      /* K and V of f16 */
 };
 

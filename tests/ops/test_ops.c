@@ -116,6 +116,7 @@ static void test_matmul(const struct op_case *c, int dtype)
     for (int i = 0; i < c->c; i++) { /* parts of different dtypes, the first as asked */
         d.t[i] = test_tensor((enum bt_dtype)((dtype + 2 * i) % BT_DTYPE_COUNT), c->b, c->a);
         f.bf16 |= d.t[i].dtype == BT_DTYPE_BF16;
+        f.quant |= bt_dtype_block_elems(d.t[i].dtype) > 1;
     }
     for (int format = 0; format < 2; format++) {
         d.w[format] = (struct kn_weight){.k = c->a, .n = c->b * c->c, .n_parts = c->c};

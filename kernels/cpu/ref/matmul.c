@@ -5,6 +5,7 @@
  * over a block is an exact integer; blocks are then added in ascending order in f32:
  *     Q8_0, Q4_0: acc += dw * dx * sum(qw * qx)
  *     Q4_1:       acc += dw * dx * sum(qw * qx) + mw * (dx * sum(qx))
+ * With AMX qx has 9 bits, and dx is a power of two (kn_ref_matmul_wide, what tests compare with).
  */
 #include "kernels/core/dtype.h"
 #include "kernels/core/half.h"
@@ -15,23 +16,30 @@
 #define BLOCK 32
 
 /* One block of activations. Returns the scale; *ret_sum = sum of the quantized values. */
-static float quantize_block(const float *x, int8_t ret_q[BLOCK], int *ret_sum)
+static float quantize_block(const float *x, bool wide, int16_t ret_q[BLOCK], int *ret_sum)
 {
     float max = 0, inv;
+    int e = 0;
 
     for (int i = 0; i < BLOCK; i++) {
         max = fabsf(x[i]) > max ? fabsf(x[i]) : max;
     }
-    inv = max > KN_QUANT_TINY ? 127 / max : 0;
+    if (wide) { /* the power of two that makes the largest 127 to 254 */
+        frexpf(fmaxf(max, KN_WIDE_TINY) * (256.0f / 254), &e);
+        e -= 8;
+        inv = ldexpf(1, -e);
+    } else {
+        inv = max > KN_QUANT_TINY ? 127 / max : 0;
+    }
     *ret_sum = 0;
     for (int i = 0; i < BLOCK; i++) {
-        ret_q[i] = (int8_t)lrintf(x[i] * inv);
+        ret_q[i] = (int16_t)lrintf(x[i] * inv);
         *ret_sum += ret_q[i];
     }
-    return max / 127;
+    return wide ? ldexpf(1, e) : max / 127;
 }
 
-static float dot_block(enum bt_dtype t, const uint8_t *w, const int8_t *q, float d, int sum)
+static float dot_block(enum bt_dtype t, const uint8_t *w, const int16_t *q, float d, int sum)
 {
     float dw = kn_f16_to_f32(kn_load_u16(w));
     int dot = 0;
@@ -65,8 +73,11 @@ static float element(enum bt_dtype t, const uint8_t *w, size_t i)
 }
 
 /* One row of activations by one part of the weights. */
-static void
-part_row(const struct kn_matmul_args *a, const struct kn_weight_part *p, const float *x, float *out)
+static void part_row(const struct kn_matmul_args *a,
+                     const struct kn_weight_part *p,
+                     bool wide,
+                     const float *x,
+                     float *out)
 {
     size_t k = (size_t)a->w->k, row_bytes = kn_row_bytes(p->dtype, k);
     bool quant = bt_dtype_block_elems(p->dtype) == BLOCK;
@@ -77,9 +88,9 @@ part_row(const struct kn_matmul_args *a, const struct kn_weight_part *p, const f
 
         if (quant) {
             for (size_t b = 0; b < k / BLOCK; b++) {
-                int8_t q[BLOCK];
+                int16_t q[BLOCK];
                 int sum;
-                float d = quantize_block(x + b * BLOCK, q, &sum);
+                float d = quantize_block(x + b * BLOCK, wide, q, &sum);
 
                 acc += dot_block(p->dtype, w, q, d, sum);
                 w += bt_dtype_block_bytes(p->dtype);
@@ -94,14 +105,24 @@ part_row(const struct kn_matmul_args *a, const struct kn_weight_part *p, const f
     }
 }
 
-void kn_ref_matmul(struct kn_stream *stream, const struct kn_matmul_args *a)
+static void matmul(const struct kn_matmul_args *a, bool wide)
 {
     for (int t = 0; t < a->n_rows; t++) {
         float *out = a->out + (size_t)t * a->out_stride;
 
         for (int i = 0; i < a->w->n_parts; i++) {
-            part_row(a, &a->w->part[i], a->x + (size_t)t * a->x_stride, out);
+            part_row(a, &a->w->part[i], wide, a->x + (size_t)t * a->x_stride, out);
             out += a->w->part[i].n;
         }
     }
+}
+
+void kn_ref_matmul(struct kn_stream *stream, const struct kn_matmul_args *a)
+{
+    matmul(a, false);
+}
+
+void kn_ref_matmul_wide(struct kn_stream *stream, const struct kn_matmul_args *a)
+{
+    matmul(a, true);
 }

@@ -10,6 +10,9 @@
 #include "kernels/ops.def"
 #undef KN_OP
 
+/* matmul with the activations that AMX takes for block-quantized weights; in no table. */
+void kn_ref_matmul_wide(struct kn_stream *stream, const struct kn_matmul_args *a);
+
 extern const struct kn_ops kn_ops_ref;
 
 #endif

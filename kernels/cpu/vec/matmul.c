@@ -21,16 +21,17 @@
 #define FLOAT_ROWS 4
 #endif
 
-#if defined(__AMX_BF16__)
-#define SPLIT_BF16 true
+#if defined(__AMX_BF16__) /* BF16 weights in tiles, and quantized ones with wide activations */
+#define HAVE_AMX 1
 #else
-#define SPLIT_BF16 false
+#define HAVE_AMX 0
 #endif
 
 struct job {
     const struct kn_matmul_args *a;
     char *thread_scratch;
     struct kn_acts *acts; /* [groups][k/32], in the stream's scratch; NULL: no part needs them */
+    struct kn_wide wide;  /* there, instead of acts */
     char *split;          /* [T/8][k/32] tiles, there too; NULL: no part needs them */
     int n_tiles;          /* all parts */
     int per_item;
@@ -63,7 +64,12 @@ static void quantize_row(struct kn_acts *x, int in, const float *src, size_t blo
 
 static bool is_split(enum bt_dtype t)
 {
-    return SPLIT_BF16 && t == BT_DTYPE_BF16;
+    return HAVE_AMX && t == BT_DTYPE_BF16;
+}
+
+static bool is_wide(enum bt_dtype t)
+{
+    return HAVE_AMX && is_quant(t);
 }
 
 static void prepare_row(const struct job *j, int t)
@@ -74,7 +80,7 @@ static void prepare_row(const struct job *j, int t)
     if (j->acts) {
         quantize_row(j->acts + (size_t)(t / KN_GROUP) * blocks, t % KN_GROUP, x, blocks);
     }
-#if SPLIT_BF16
+#if HAVE_AMX
     if (j->split) {
         KN_V(split_row)(j->split, t, x, j->a->w->k);
     }
@@ -86,30 +92,51 @@ static void prepare_item(void *arg, int item, int member)
     const struct job *j = arg;
     int t1 = BT_MIN((item + 1) * j->rows_per_item, j->a->n_rows);
 
+#if HAVE_AMX
+    if (j->wide.data) {
+        KN_V(wide_rows)(&j->wide, item * j->rows_per_item, t1, j->a->x, j->a->x_stride);
+    }
+#endif
     for (int t = item * j->rows_per_item; t < t1; t++) {
         prepare_row(j, t);
     }
+}
+
+static void place_acts(struct kn_stream *s, struct job *j)
+{
+    int rows = j->a->n_rows, k = j->a->w->k;
+
+    for (int i = 0; i < j->a->w->n_parts; i++) {
+        enum bt_dtype t = j->a->w->part[i].dtype;
+
+        if (is_wide(t)) {
+            j->wide.data = s->scratch;
+        } else if (is_quant(t)) {
+            j->acts = s->scratch;
+        } else if (is_split(t)) {
+            j->split = (char *)s->scratch + kn_quant_acts_bytes((size_t)rows, (size_t)k);
+        }
+    }
+#if HAVE_AMX
+    j->wide.k = k;
+    j->wide.tiles = KN_V(wide_in_tiles)(rows, k);
+#endif
 }
 
 /* Activations in the forms that the parts' kernels take. */
 static void prepare(struct kn_stream *s, struct job *j)
 {
     int k = j->a->w->k, n_items;
-    size_t groups = BT_DIV_UP((size_t)j->a->n_rows, KN_GROUP);
 
-    for (int i = 0; i < j->a->w->n_parts; i++) {
-        if (is_quant(j->a->w->part[i].dtype)) {
-            j->acts = s->scratch;
-        } else if (is_split(j->a->w->part[i].dtype)) {
-            j->split =
-                (char *)s->scratch + groups * BT_DIV_UP((size_t)k, KN_QBLOCK) * KN_ACTS_BYTES;
-        }
-    }
-    if (!j->acts && !j->split) {
+    place_acts(s, j);
+    if (!j->acts && !j->split && !j->wide.data) {
         return;
     }
     BT_BUG_ON(kn_scratch_bytes((size_t)j->a->n_rows, (size_t)k) > s->scratch_bytes);
     j->rows_per_item = BT_MAX(1, QUANT_WORK / k);
+    if (j->wide.data && j->wide.tiles) {
+        j->rows_per_item = (int)BT_DIV_UP(j->rows_per_item, KN_WIDE_ROWS) * KN_WIDE_ROWS;
+    }
     n_items = (int)BT_DIV_UP(j->a->n_rows, j->rows_per_item);
     kn_team_run(s->team, n_items, prepare_item, j);
 }
@@ -200,7 +227,7 @@ static int do_tiles(const struct job *j, int member, int tile, int max, int t0, 
         tile -= tiles;
         n0 += p->n;
     }
-    n = is_split(p->dtype) ? BT_MIN(max, tiles - tile) : 1;
+    n = is_split(p->dtype) || is_wide(p->dtype) ? BT_MIN(max, tiles - tile) : 1;
     tj = (struct kn_tile_job){
         .dtype = p->dtype,
         .tile = (const char *)p->data + (size_t)tile * kn_tile_bytes(p->dtype, k),
@@ -214,7 +241,13 @@ static int do_tiles(const struct job *j, int member, int tile, int max, int t0, 
         .out = a->out + row * a->out_stride + n0 + tile * KN_TILE,
         .out_stride = a->out_stride,
     };
-#if SPLIT_BF16
+    tj.scratch = j->thread_scratch + (size_t)member * KN_THREAD_SCRATCH_BYTES;
+#if HAVE_AMX
+    if (is_wide(p->dtype)) {
+        tj.wide = &j->wide;
+        KN_V(wide_tiles)(&tj, n);
+        return n;
+    }
     if (is_split(p->dtype)) {
         tj.split = j->split + row / KN_SPLIT_ROWS * BT_DIV_UP(k, KN_QBLOCK) * KN_SPLIT_BYTES;
         KN_V(split_tiles)(&tj, n);
@@ -225,9 +258,10 @@ static int do_tiles(const struct job *j, int member, int tile, int max, int t0, 
         float_tile(&tj);
         return n;
     }
+#if !HAVE_AMX
     tj.acts = j->acts + row / KN_GROUP * (k / KN_QBLOCK); /* t0 is a multiple of the group */
-    tj.scratch = j->thread_scratch + (size_t)member * KN_THREAD_SCRATCH_BYTES;
     KN_V(quant_tile)(&tj);
+#endif
     return n;
 }
 
@@ -238,6 +272,9 @@ static void matmul_item(void *arg, int item, int member)
     int row_bytes = j->a->w->k * (j->split ? 4 : 1);
     int step = BT_MAX(2 * ROWS_TOGETHER, ROWS_BYTES / row_bytes / ROWS_TOGETHER * ROWS_TOGETHER);
 
+    if (j->wide.data) { /* all rows pass over a panel of tiles there */
+        step = j->a->n_rows;
+    }
     for (int t = 0; t < j->a->n_rows; t += step) {
         int t1 = BT_MIN(t + step, j->a->n_rows);
 

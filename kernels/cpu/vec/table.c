@@ -5,18 +5,20 @@
 #include "kernels/cpu/avx2/avx2.h"
 #include "kernels/cpu/avx512/avx512.h"
 
-/* How BF16 weights and f16 K and V are multiplied belongs to the numerics. */
+/* How quantized and BF16 weights and f16 K and V are multiplied belongs to the numerics. */
 #if defined(__AMX_BF16__)
 #define KN_BF16      "-split16-attn16"
+#define KN_ACTS      "a9"
 #define KN_ATTENTION KN_V(tile_attention)
 #else
 #define KN_BF16      ""
+#define KN_ACTS      "a8"
 #define KN_ATTENTION KN_V(attention)
 #endif
 
 const struct kn_ops KN_CAT(kn_ops_, KN_ISA) = {
     .isa = BT_STR2_(KN_ISA),
-    .numerics = "cpu/" BT_STR2_(KN_ISA) "/a8" KN_BF16 "/1",
+    .numerics = "cpu/" BT_STR2_(KN_ISA) "/" KN_ACTS KN_BF16 "/1",
     .device = KN_DEVICE_CPU,
     .format = KN_FORMAT_TILE16,
     .rmsnorm = KN_V(rmsnorm),

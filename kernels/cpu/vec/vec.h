@@ -42,12 +42,13 @@ struct kn_tile_job {
     size_t x_stride;
     /* Quantized weights. */
     const struct kn_acts *acts; /* of row 0, which is the first of its group: [groups][k/32] */
+    const struct kn_wide *wide; /* with AMX instead: row 0 is the first of all */
     /* Split activations. */
     const void *split; /* of row 0, the first of its tile: [T/8][k/32] tiles */
     void *scratch;     /* KN_THREAD_SCRATCH_BYTES of this member */
     /* Output. */
     const float *bias; /* NULL or [n_cols] */
-    int n_cols;        /* 1..16 that exist; split_tiles: those of all its tiles */
+    int n_cols;        /* 1..16 that exist; split_tiles, wide_tiles: those of all their tiles */
     bool add;
     float *out; /* [n_rows, n_cols] */
     size_t out_stride;
@@ -58,6 +59,20 @@ struct kn_tile_job {
  *     Q4_1 then acc = fma(ssum, m, acc)
  * and kn_tile_finish at the end. */
 void KN_V(quant_tile)(const struct kn_tile_job *j);
+
+/* Quantized weights with AMX (cpu/amx/wide.h). wide_in_tiles tells in which form activations go,
+ * wide_rows writes rows [t0, t1) of x, t0 a multiple of KN_WIDE_ROWS; wide_tiles multiplies by
+ * n_tiles neighbours. */
+#define KN_WIDE_ROWS      16
+#define KN_WIDE_TILE_ROWS 4 /* fewer rows go without spreading weights */
+struct kn_wide {
+    void *data;
+    int k;
+    bool tiles;
+};
+bool KN_V(wide_in_tiles)(int n_rows, int k);
+void KN_V(wide_rows)(const struct kn_wide *w, int t0, int t1, const float *x, size_t stride);
+void KN_V(wide_tiles)(const struct kn_tile_job *j, int n_tiles);
 
 /* BF16 weights with AMX. split_row brings row `row` into the tiles that begin at `acts`;
  * split_tiles multiplies by n_tiles neighbours. */

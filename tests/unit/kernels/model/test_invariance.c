@@ -177,8 +177,8 @@ static void check_isa(const struct bt_model_file *mf,
 static void check_model(const struct bt_model_file *mf, enum kv_dtype kv, bool ref)
 {
     struct result base = {0}, base_ref = {0}, base_split = {0};
-    bool bf16 = bt_model_tensor(mf, "blk.0.attn_q.weight")->dtype == BT_DTYPE_BF16;
-    bool own = bf16 || kv == KV_DTYPE_F16;
+    enum bt_dtype dtype = bt_model_tensor(mf, "blk.0.attn_q.weight")->dtype;
+    bool own = dtype == BT_DTYPE_BF16 || bt_dtype_block_elems(dtype) > 1 || kv == KV_DTYPE_F16;
 
     make_prompts(bt_model_config(mf)->n_vocab);
     for (const char *const *isa = kn_ops_available(); *isa; isa++) {
