@@ -253,7 +253,8 @@ static void placed(void *arg, void *token, int rc, const struct bt_err *err)
     struct rt_router *r = arg;
     struct waiting *w = token;
 
-    w->rc = rc;
+    /* Where Redis refuses us we do not refuse the operator. */
+    w->rc = rc == BT_E_UNAUTHENTICATED || rc == BT_E_DENIED ? BT_E_UNAVAILABLE : rc;
     w->err = *err;
     if (!bt_loop_post(r->loop, &w->msg)) {
         /* the router is going; rt_orders_fini frees it */

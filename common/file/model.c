@@ -197,17 +197,39 @@ static size_t utf8_len(const uint8_t *p, size_t n)
     return want;
 }
 
+/* Length of the character at p that a terminal shows, 0 if there is none. */
+static size_t shown_len(const uint8_t *p, size_t n)
+{
+    size_t len = utf8_len(p, n);
+    bool control = len == 1 ? p[0] < 0x20 || p[0] == 0x7f : len == 2 && p[0] == 0xc2 && p[1] < 0xa0;
+
+    return control ? 0 : len;
+}
+
+/* Names in messages come out of the file: they go to terminals and logs. */
+static void clean(struct bt_err *err)
+{
+    size_t n = err ? strlen(err->msg) : 0;
+
+    for (size_t i = 0; i < n;) {
+        size_t len = shown_len((const uint8_t *)err->msg + i, n - i);
+
+        if (len == 0) {
+            err->msg[i] = '?';
+        }
+        i += len ? len : 1;
+    }
+}
+
 void bt_model_name_set(struct bt_model_config *cfg, struct bt_str name)
 {
     const uint8_t *p = (const uint8_t *)name.p;
     size_t n = 0;
 
     for (size_t i = 0; i < name.n;) {
-        size_t len = utf8_len(p + i, name.n - i);
-        bool control =
-            len == 1 ? p[i] < 0x20 || p[i] == 0x7f : len == 2 && p[i] == 0xc2 && p[i + 1] < 0xa0;
+        size_t len = shown_len(p + i, name.n - i);
 
-        if (len && !control) {
+        if (len) {
             if (n + len >= sizeof(cfg->name)) {
                 break;
             }
@@ -272,6 +294,7 @@ int bt_model_open(const char *path, struct bt_model_file **ret_mf, struct bt_err
         if (rc == BT_E_NOMEM) {
             BT_FAIL(err, rc, "model %s: out of memory", path);
         }
+        clean(err);
         return rc;
     }
     *ret_mf = mf;

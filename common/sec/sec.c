@@ -134,6 +134,7 @@ static int load_tokens(struct bt_sec *s, struct bt_err *err)
     if ((rc = bt_tokens_create(&t->table, err)) < 0 ||
         (rc = read_tokens(t, s->conf->clients_file, BT_ACCESS_CLIENT, false, err)) < 0 ||
         (rc = read_tokens(t, s->conf->operators_file, BT_ACCESS_OPERATOR, false, err)) < 0 ||
+        (rc = read_tokens(t, s->conf->scrapers_file, BT_ACCESS_SCRAPER, false, err)) < 0 ||
         (rc = read_tokens(t, s->conf->cluster_file, cluster, true, err)) < 0) {
         tokens_unref(t);
         return rc;
@@ -382,10 +383,10 @@ int bt_sec_create(const struct bt_sec_conf *conf, struct bt_sec **ret_s, struct 
         (struct group){.what = "node_certificates",
                        .files = {conf->node_ca_file, conf->node_cert_file, conf->node_key_file},
                        .load = load_peer};
-    s->groups[2] =
-        (struct group){.what = "tokens",
-                       .files = {conf->clients_file, conf->operators_file, conf->cluster_file},
-                       .load = load_tokens};
+    s->groups[2] = (struct group){.what = "tokens",
+                                  .files = {conf->clients_file, conf->operators_file,
+                                            conf->cluster_file, conf->scrapers_file},
+                                  .load = load_tokens};
     for (size_t i = 0; rc == BT_OK && i < BT_ARRAY_LEN(s->groups); i++) {
         rc = load(s, &s->groups[i], err);
     }

@@ -24,7 +24,7 @@
 struct bt_sec_conf {
     char *cert_file, *key_file, *client_ca_file;
     struct bt_conf_list client_names;
-    char *operators_file, *clients_file, *cluster_file;
+    char *operators_file, *clients_file, *cluster_file, *scrapers_file;
     bool allow_anonymous, allow_plain_kv, end_revoked;
     /* towards nodes */
     char *node_ca_file, *node_cert_file, *node_key_file, *node_name;
@@ -66,6 +66,8 @@ struct bt_sec_conf {
     BT_CONF_STR(S, f.clients_file, "security.clients_file", "", 4000,                              \
                 "Bearer tokens of clients, one a line, with the tenant that each acts for behind " \
                 "it."),                                                                            \
+        BT_CONF_STR(S, f.scrapers_file, "security.scrapers_file", "", 4000,                        \
+                    "Bearer tokens of scrapers, one a line: /metrics and nothing else."),          \
         BT_CONF_STR(S, f.node_ca_file, "tls.node_ca_file", "", 4000,                               \
                     "CA (PEM) of the nodes' certificates: nodes are called by TLS then."),         \
         BT_CONF_STR(S, f.node_cert_file, "tls.node_cert_file", "", 4000,                           \

@@ -29,8 +29,9 @@ enum {
     BT_ACCESS_CLIENT = 1,   /* inference */
     BT_ACCESS_OPERATOR = 2, /* looking at the cluster and changing it */
     BT_ACCESS_CLUSTER = 4,  /* being a router to a node */
-    BT_ACCESS_ANY = 7,      /* whoever may do anything at all */
+    BT_ACCESS_ANY = 7,      /* whoever may do more than look at metrics */
     BT_ACCESS_OPEN = 8,     /* everybody: health */
+    BT_ACCESS_SCRAPER = 16, /* reading metrics, nothing else */
 };
 
 /* Who a caller has turned out to be. */

@@ -22,7 +22,7 @@ bool ctl_pools_is_kube(const struct ctl_args *a)
 
 int ctl_pools_open(const struct ctl_args *a, uint64_t deadline_ns, struct ctl_pools *ret)
 {
-    *ret = (struct ctl_pools){.a = a, .router = a->router};
+    *ret = (struct ctl_pools){.a = a, .router = a->router, .has_router = a->router_given};
     return ctl_pools_is_kube(a) ? ctl_pools_open_kube(ret, deadline_ns)
                                 : ctl_pools_open_local(ret, deadline_ns);
 }
@@ -124,5 +124,109 @@ int ctl_pools_drain(struct ctl_pools *p,
         ctl_pools_uncordon(p, cordoned, bt_deadline_ns(5 * BT_NS_PER_S));
     }
     json_decref(list);
+    return code;
+}
+
+/* --- what the router knows ------------------------------------------------------------------- */
+
+/* The first that is not as it should be, and how it is; NULL = none. */
+static const char *
+odd_one(const struct ctl_view *v, const json_t *there, const json_t *gone, const char **ret_state)
+{
+    const json_t *name;
+    size_t i;
+
+    json_array_foreach(there, i, name)
+    {
+        const struct ctl_seen *s = ctl_view_find(v, json_string_value(name));
+
+        if (!s || strcmp(s->state, "ready") != 0) {
+            *ret_state = s ? s->state : "not known";
+            return json_string_value(name);
+        }
+    }
+    json_array_foreach(gone, i, name)
+    {
+        const struct ctl_seen *s = ctl_view_find(v, json_string_value(name));
+
+        if (s && strcmp(s->state, "lost") != 0 && strcmp(s->state, "connecting") != 0) {
+            *ret_state = s->state;
+            return json_string_value(name);
+        }
+    }
+    return NULL;
+}
+
+static bool is_among(const json_t *names, const char *name)
+{
+    const json_t *v;
+    size_t i;
+
+    json_array_foreach(names, i, v)
+    {
+        if (strcmp(json_string_value(v), name) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* A name may be given back at once: what has gone is there again then. */
+static json_t *without(const json_t *names, const json_t *others)
+{
+    json_t *list = json_array();
+    const json_t *v;
+    size_t i;
+
+    json_array_foreach(names, i, v)
+    {
+        if (!is_among(others, json_string_value(v))) {
+            json_array_append(list, (json_t *)(uintptr_t)v);
+        }
+    }
+    return list;
+}
+
+int ctl_pools_known(struct ctl_pools *p,
+                    const json_t *there,
+                    const json_t *gone,
+                    uint64_t deadline_ns)
+{
+    json_t *left = without(gone, there);
+    const char *odd = NULL, *state;
+    char how[16] = ""; /* it was, at the last look */
+    int code;
+
+    if (json_array_size(there) + json_array_size(left) == 0) {
+        json_decref(left);
+        return CTL_OK;
+    }
+    for (;;) {
+        struct ctl_view v = {0};
+
+        code = ctl_look(p->router, deadline_ns, &v);
+        if (code == CTL_OK) {
+            odd = odd_one(&v, there, left, &state);
+            snprintf(how, sizeof(how), "%s", odd ? state : "");
+        }
+        ctl_view_free(&v);
+        if (code == CTL_OK && odd && bt_now_ns() + CTL_LOOK_NS >= deadline_ns) {
+            code = CTL_TIMEOUT;
+        }
+        if (code != CTL_OK || !odd) {
+            break;
+        }
+        ctl_sleep(CTL_LOOK_NS);
+    }
+    if (code == CTL_TIMEOUT && odd) {
+        fprintf(stderr, "batonctl: the router at %s is not that far yet: %s is %s there\n",
+                p->router, odd, how);
+    }
+    if (code == CTL_UNREACHABLE && !p->has_router) {
+        fputs("batonctl: the router cannot be asked what it knows of this; name it by --router\n",
+              stderr);
+        code = CTL_OK;
+    }
+    json_decref(left);
     return code;
 }

@@ -28,7 +28,8 @@ struct ctl_pools {
     const struct ctl_args *a;
     const struct ctl_pools_ops *ops;
     void *impl;
-    const char *router; /* to be asked to drain */
+    const char *router; /* to be asked to drain, and what it knows */
+    bool has_router;    /* it is known to be there: not reaching it is a failure */
 };
 
 struct ctl_pools_ops {
@@ -48,6 +49,13 @@ struct ctl_pools_ops {
     int (*canary)(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline_ns);
     int (*end)(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline_ns);
     int (*over)(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline_ns);
+    /* Names of the nodes that these sizes make, once they are settled; n 0: of all (after a flip).
+     * Those that have no names of their own are not among them. */
+    int (*members)(struct ctl_pools *p,
+                   const struct ctl_size *s,
+                   size_t n,
+                   json_t *names,
+                   uint64_t deadline_ns);
     void (*close)(struct ctl_pools *p);
 };
 
@@ -67,5 +75,12 @@ int ctl_pools_drain(struct ctl_pools *p,
                     uint64_t deadline_ns,
                     json_t *cordoned);
 void ctl_pools_uncordon(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns);
+
+/* Until the router uses all of `there` that are in its table as nodes, and none of `gone`. A router
+ * that nobody has named and that cannot be reached is told on stderr. */
+int ctl_pools_known(struct ctl_pools *p,
+                    const json_t *there,
+                    const json_t *gone,
+                    uint64_t deadline_ns);
 
 #endif

@@ -245,6 +245,26 @@ static int gone(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns)
     return CTL_OK;
 }
 
+/* Pods of a StatefulSet, by their numbers; those of a Deployment have names of its choice. */
+static int members(
+    struct ctl_pools *p, const struct ctl_size *s, size_t n, json_t *names, uint64_t deadline_ns)
+{
+    const struct kube_pools *impl = p->impl;
+
+    if (n == 0) {
+        s = impl->flipped;
+        n = impl->n_flipped;
+    }
+    for (size_t i = 0; i < n; i++) {
+        struct ctl_size one = s[i];
+
+        one.from = s[i].to;
+        one.to = 0;
+        name_victims(p, &one, names);
+    }
+    return CTL_OK;
+}
+
 /* --- flip ------------------------------------------------------------------------------------ */
 
 static int
@@ -286,9 +306,17 @@ static void close_kube(struct ctl_pools *p)
 
 int ctl_pools_open_kube(struct ctl_pools *p, uint64_t deadline_ns)
 {
-    static const struct ctl_pools_ops ops = {
-        "kubernetes",     plan,      scale, gone, settle, flip, kube_canary_start, kube_canary_end,
-        kube_canary_over, close_kube};
+    static const struct ctl_pools_ops ops = {"kubernetes",
+                                             plan,
+                                             scale,
+                                             gone,
+                                             settle,
+                                             flip,
+                                             kube_canary_start,
+                                             kube_canary_end,
+                                             kube_canary_over,
+                                             members,
+                                             close_kube};
     struct kube_pools *impl;
     int code;
 
@@ -305,5 +333,6 @@ int ctl_pools_open_kube(struct ctl_pools *p, uint64_t deadline_ns)
     }
     p->ops = &ops;
     p->impl = impl;
+    p->has_router = false; /* inside of the cluster, where an operator often is not */
     return CTL_OK;
 }

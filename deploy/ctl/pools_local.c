@@ -4,6 +4,8 @@
 
 #include "common/thr/time.h"
 
+#include <string.h>
+
 #define CLEANUP_NS (5 * BT_NS_PER_S)
 
 static int scale(struct ctl_pools *p,
@@ -53,6 +55,42 @@ static int gone(struct ctl_pools *p, const json_t *names, uint64_t deadline_ns)
 static int settle(struct ctl_pools *p, const struct ctl_size *s, size_t n, uint64_t deadline_ns)
 {
     return ctl_local_settle(p->a, deadline_ns);
+}
+
+static bool is_meant(const struct ctl_size *s, size_t n, const char *role)
+{
+    for (size_t i = 0; i < n; i++) {
+        if (strcmp(s[i].role, role) == 0) {
+            return true;
+        }
+    }
+    return n == 0 && (strcmp(role, "prefill") == 0 || strcmp(role, "decode") == 0);
+}
+
+/* Nodes are those that say where they listen. */
+static int members(
+    struct ctl_pools *p, const struct ctl_size *s, size_t n, json_t *names, uint64_t deadline_ns)
+{
+    json_t *status = NULL;
+    int code = ctl_local_ask(p->a, json_pack("{s:s}", "op", "status"), deadline_ns, &status);
+    const json_t *r, *c;
+    size_t i, j;
+
+    json_array_foreach(json_object_get(status, "roles"), i, r)
+    {
+        const char *role = json_string_value(json_object_get(r, "name"));
+
+        json_array_foreach(json_object_get(r, "processes"), j, c)
+        {
+            const char *listen = json_string_value(json_object_get(c, "listen"));
+
+            if (role && is_meant(s, n, role) && listen && listen[0]) {
+                json_array_append(names, json_object_get(c, "name"));
+            }
+        }
+    }
+    json_decref(status);
+    return code;
 }
 
 static int
@@ -138,8 +176,8 @@ static void close_local(struct ctl_pools *p)
 
 int ctl_pools_open_local(struct ctl_pools *p, uint64_t deadline_ns)
 {
-    static const struct ctl_pools_ops ops = {"supervisor", plan,   do_scale, gone, settle,
-                                             flip,         canary, end,      over, close_local};
+    static const struct ctl_pools_ops ops = {
+        "supervisor", plan, do_scale, gone, settle, flip, canary, end, over, members, close_local};
     json_t *status = NULL;
     int code = ctl_local_ask(p->a, json_pack("{s:s}", "op", "status"), deadline_ns, &status);
 
@@ -147,6 +185,7 @@ int ctl_pools_open_local(struct ctl_pools *p, uint64_t deadline_ns)
         p->ops = &ops;
         p->impl = status;
         p->router = ctl_local_router(p->a, status);
+        p->has_router = p->a->router_given || p->router != p->a->router;
     }
     return code;
 }

@@ -61,6 +61,24 @@ tell(const struct ctl_args *a, const struct ctl_size *s, size_t n, const json_t 
     json_decref(doc);
 }
 
+/* Until the processes are as ordered and the router has taken note: what comes gets requests, what
+ * has gone gets none. */
+static int settle(
+    struct ctl_pools *p, const struct ctl_size *s, size_t n, const json_t *gone, uint64_t deadline)
+{
+    json_t *there = json_array();
+    int code = p->ops->settle(p, s, n, deadline);
+
+    if (code == CTL_OK) {
+        code = p->ops->members(p, s, n, there, deadline);
+    }
+    if (code == CTL_OK) {
+        code = ctl_pools_known(p, there, gone, deadline);
+    }
+    json_decref(there);
+    return code;
+}
+
 static int scale(struct ctl_pools *p, struct ctl_size *s, size_t n, uint64_t deadline)
 {
     json_t *names = json_array(), *cordoned = json_array();
@@ -80,7 +98,7 @@ static int scale(struct ctl_pools *p, struct ctl_size *s, size_t n, uint64_t dea
     }
     ctl_pools_uncordon(p, cordoned, bt_deadline_ns(CLEANUP_NS));
     if (code == CTL_OK && p->a->wait) {
-        code = p->ops->settle(p, s, n, deadline);
+        code = settle(p, s, n, names, deadline);
     }
 
 out:
@@ -138,7 +156,7 @@ static int flip(struct ctl_pools *p, const char *node, const char *to, uint64_t 
     }
     ctl_pools_uncordon(p, cordoned, bt_deadline_ns(CLEANUP_NS));
     if (code == CTL_OK && p->a->wait) {
-        code = p->ops->settle(p, NULL, 0, deadline);
+        code = settle(p, NULL, 0, names, deadline);
     }
 
 out:

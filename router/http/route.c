@@ -275,7 +275,7 @@ static const struct route {
     {"/v1/models", .access = BT_ACCESS_CLIENT, .run = models},
     {"/health", .access = BT_ACCESS_OPEN, .run = health},
     {"/ready", .access = BT_ACCESS_OPEN, .run = ready},
-    {"/metrics", .access = BT_ACCESS_OPERATOR, .metrics = true, .run = metrics},
+    {"/metrics", .access = BT_ACCESS_OPERATOR | BT_ACCESS_SCRAPER, .metrics = true, .run = metrics},
     {"/tokenize", .post = true, .access = BT_ACCESS_CLIENT, .run = tokenize},
     {"/detokenize", .post = true, .access = BT_ACCESS_CLIENT, .run = detokenize},
 };

@@ -17,6 +17,7 @@ SANITIZED = any(k in os.environ for k in ("ASAN_OPTIONS", "TSAN_OPTIONS"))
 DEVICE = os.environ.get("BATON_TEST_DEVICE", "cpu")
 HEAD_DIM = 16 if DEVICE == "cpu" else 64  # of the tiny model
 SLOW = 4 if SANITIZED else 1  # how much longer everything may take
+REDIS_PASSWORD = "redis-password-canary"
 
 
 def clean_env():
@@ -96,11 +97,13 @@ class Cluster:
 
     def __init__(self, model, prefill=1, decode=1, redis=True, role="decode", router_args=(),
                  node_args=(), prefill_args=(), decode_args=(), seeds=(), wait=True, pool="64M", threads=1,
-                 keeper=False, kvstore=0, kvstore_args=(), access=None):
-        """access: what clients of these tests show, see security.py."""
+                 keeper=False, kvstore=0, kvstore_args=(), access=None, redis_acl=None):
+        """access: what clients of these tests show, see security.py. redis_acl: rights of the users "node" and "router",
+        whose password is in a file; nobody else gets into Redis."""
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="baton-integ."))
         self.model, self.procs, self.allowed, self.clients = model, {}, [], {}
         self.redis, self.pool, self.threads, self.access = None, pool, threads, access
+        self.redis_acl = redis_acl or {}
         try:
             self.common = [f"--redis.address={self.start_redis() if redis else ''}"]
             self.seeds = list(seeds)
@@ -128,9 +131,15 @@ class Cluster:
             raise
 
     def start_redis(self):
-        sock = self.folder / "redis.sock"
+        sock, users, more = self.folder / "redis.sock", self.folder / "users.acl", []
+        if self.redis_acl:
+            lines = ["user default off", "user admin on >admin-password ~* &* +@all"]
+            lines += [f"user {name} on >{REDIS_PASSWORD} {rights}" for name, rights in self.redis_acl.items()]
+            users.write_text("\n".join(lines) + "\n")
+            (self.folder / "redis.password").write_text(REDIS_PASSWORD + "\n")
+            more = ["--aclfile", str(users)]
         self.redis = Proc("redis", ["redis-server", "--port", "0", "--unixsocket", str(sock), "--save", "",
-                                    "--appendonly", "no", "--dir", str(self.folder)], self.folder)
+                                    "--appendonly", "no", "--dir", str(self.folder), *more], self.folder)
         eventually(sock.exists, 10, "redis socket")
         return f"unix:{sock}"
 
@@ -147,6 +156,9 @@ class Cluster:
                 f"--ready_file={self.folder}/{name}.ready", "--die_with_parent=true", f"--name={name}",
                 "--cluster.poll=100ms", "--cluster.lease=3s",
                 *self.common, *args]
+        if self.redis_acl:
+            argv += [f"--redis.user={'router' if binary == 'baton-router' else 'node'}",
+                     f"--redis.password_file={self.folder}/redis.password"]
         self.procs[name] = Proc(name, argv, self.folder)
         return self.procs[name]
 

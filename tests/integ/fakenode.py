@@ -36,7 +36,8 @@ class Session:
 
 
 class FakeNode:
-    def __init__(self, name, role, digest=None, incarnation=1, on_start=None, cache=None, refuse=None, **welcome):
+    def __init__(self, name, role, digest=None, incarnation=1, on_start=None, cache=None, refuse=None, creds=None,
+                 **welcome):
         # With follow(session, message) and load(); a list: one a rank. None: none, as an old node.
         self.cache = cache
         self.caches = cache if isinstance(cache, list) else [cache]
@@ -51,7 +52,7 @@ class FakeNode:
         self.has_digest = threading.Event()
         if digest:
             self.has_digest.set()
-        self.hellos, self.starts, self.cancels, self.sessions = [], [], [], []
+        self.hellos, self.starts, self.cancels, self.sessions, self.shown = [], [], [], [], []
         self.changed = threading.Condition()
         self.beat = True
         self.server = grpc.server(futures.ThreadPoolExecutor(16))
@@ -60,7 +61,8 @@ class FakeNode:
                 self.session, request_deserializer=RouterMessage.FromString,
                 response_serializer=lambda m: m.SerializeToString())})
         self.server.add_generic_rpc_handlers((handler,))
-        self.port = self.server.add_insecure_port("127.0.0.1:0")
+        self.port = self.server.add_secure_port("127.0.0.1:0", creds) if creds else \
+            self.server.add_insecure_port("127.0.0.1:0")
         self.server.start()
 
     def set_digest(self, digest):
@@ -74,6 +76,7 @@ class FakeNode:
     def session(self, requests, context):
         s = Session(self, context)
         self.sessions.append(s)
+        self.shown.append(dict(context.invocation_metadata()).get("authorization"))
 
         def read():
             try:

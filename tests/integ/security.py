@@ -62,16 +62,19 @@ def credentials(ca, pair=None):
 
 CLIENT, GATEWAY = "client-token-canary-1111", "gateway-token-canary-1111"
 OPERATOR, CLUSTER = "operator-token-canary-2222", "cluster-token-canary-3333"
+SCRAPER = "scraper-token-canary-5555"
 
 
 class Tokens:
     """Files of tokens for a whole cluster."""
 
     def __init__(self, folder):
-        self.clients, self.operators, self.cluster = (
-            pathlib.Path(folder) / n for n in ("clients", "operators", "cluster"))
+        self.clients, self.operators, self.cluster, self.scrapers = (
+            pathlib.Path(folder) / n for n in ("clients", "operators", "cluster", "scrapers"))
+        self.scrapers.write_text(f"{SCRAPER} prometheus\n")
         self.clients.write_text(f"# clients\n{CLIENT} team-a\n{GATEWAY} *\n")
         self.operators.write_text(f"{OPERATOR} alice  # the only one\n")
         self.cluster.write_text(f"{CLUSTER}\n")
         self.node_args = [f"--security.operators_file={self.operators}", f"--security.cluster_file={self.cluster}"]
-        self.router_args = [*self.node_args, f"--security.clients_file={self.clients}"]
+        self.router_args = [*self.node_args, f"--security.clients_file={self.clients}",
+                            f"--security.scrapers_file={self.scrapers}"]

@@ -4,17 +4,20 @@ import json
 import os
 import pathlib
 import pty
+import random
 import re
+import resource
 import select
 import shutil
 import signal
 import statistics
+import struct
 import subprocess
 import time
 
 import pytest
 
-from cluster import SLOW, eventually
+from cluster import SANITIZED, SLOW, eventually
 from wire import BUILD, DIRECT, LOCAL, ROOT, request
 
 TEXT = "the quiet harbor and the lamp keeper walk " * 60
@@ -327,6 +330,83 @@ def test_fit(models):
     assert ctl("fit", "/nowhere/at.gguf").returncode in (1, 5)
     assert ctl("fit", __file__).returncode == 1
     assert ctl("fit", gguf, "--memory", "much").returncode == 2
+
+
+def fit_of(path):
+    """batonctl fit with bounded memory: its exit code and what it says."""
+    def bound():
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+    return subprocess.run([str(BUILD / "batonctl"), "fit", str(path), "--memory", "1G"], capture_output=True, text=True,
+                          timeout=60 * SLOW, preexec_fn=None if SANITIZED else bound)
+
+
+def refused(path, *words):
+    out = fit_of(path)
+    assert out.returncode == 1 and out.stdout == "" and out.stderr.startswith("batonctl: "), (path, out)
+    assert all(w in out.stderr for w in words), out.stderr
+
+
+HUGE = (2**31, 2**40, 2**63 - 1, 2**64 - 1)
+
+
+def test_CLI_01_fit_on_damaged_gguf(models, tmp_path):
+    """Counts and lengths beyond the file, and files that end anywhere."""
+    good = pathlib.Path(models("tiny")).read_bytes()
+    bad = tmp_path / "bad.gguf"
+
+    def put(data, *words):
+        bad.write_bytes(data)
+        refused(bad, *words)
+    for huge in HUGE:
+        n = struct.pack("<Q", huge)
+        put(good[:8] + n + good[16:], "n_tensors")
+        put(good[:16] + n + good[24:], "n_kv")
+        put(good[:24] + n + good[32:], "longer than the file")  # length of the first key
+    for version in (0, 1, 4, 0x03000000):
+        put(good[:4] + struct.pack("<I", version) + good[8:], "version")
+    for at in (0, 3, 4, 8, 20, 24, 31, 100, 1000, len(good) // 2, len(good) - 1):
+        put(good[:at])
+    for seed in range(60):  # eight bytes anywhere in the tables: fit says what it sees, or refuses; it does not fall
+        at = random.Random(seed).randrange(24, 4000)
+        bad.write_bytes(good[:at] + struct.pack("<Q", HUGE[seed % 4]) + good[at + 8:])
+        assert fit_of(bad).returncode in (0, 1), seed
+    (tmp_path / "dir.gguf").mkdir()
+    assert fit_of(tmp_path / "dir.gguf").returncode == 5  # a directory without a model
+
+
+def test_CLI_01_fit_on_damaged_directories(models, tmp_path):
+    """Headers of safetensors longer than the file, ranges outside of it, shapes whose product is none, and
+    configurations with numbers that are not of this world."""
+    def copy(**files):
+        shutil.rmtree(tmp_path / "m", ignore_errors=True)
+        shutil.copytree(models("hf"), tmp_path / "m")
+        for name, data in files.items():
+            name = {"weights": "model.safetensors", "config": "config.json"}[name]
+            (tmp_path / "m" / name).write_bytes(data)
+        return tmp_path / "m"
+    whole = (pathlib.Path(models("hf")) / "model.safetensors").read_bytes()
+    n = struct.unpack("<Q", whole[:8])[0]
+    head, data = json.loads(whole[8:8 + n]), whole[8 + n:]
+    name = next(k for k in head if k != "__metadata__")
+    for huge in HUGE:
+        refused(copy(weights=struct.pack("<Q", huge) + whole[8:]), "longer than the file")
+    for field, value in (("data_offsets", [0, 2**62]), ("data_offsets", [-1, 5]), ("data_offsets", [5, 1]),
+                         ("data_offsets", "x"), ("shape", [2**40, 2**40]), ("shape", [-1, 4]), ("shape", [1] * 100),
+                         ("dtype", "F99"), ("dtype", None)):
+        changed = json.dumps({**head, name: {**head[name], field: value}}).encode()
+        refused(copy(weights=struct.pack("<Q", len(changed)) + changed + data), name)
+    for at in (0, 7, 8, 100, 8 + n, len(whole) - 1):
+        refused(copy(weights=whole[:at]))
+    refused(copy(weights=struct.pack("<Q", 8 * 100000) + b"[" * 800000), "nested")
+    config = json.loads((pathlib.Path(models("hf")) / "config.json").read_text())
+    for key in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size",
+                "intermediate_size", "max_position_embeddings", "head_dim"):
+        for value in (0, -1, 2**31, 2**62, 1e300, "many", [], {}):
+            if (key, value) == ("head_dim", 0):  # as if it were not there
+                continue
+            out = fit_of(copy(config=json.dumps({**config, key: value}).encode()))
+            assert out.returncode == 1 and out.stderr and out.stdout == "", (key, value, out)
+    refused(copy(config=b"{" * 100000))
 
 
 def test_fit_agrees_with_a_node(cluster):

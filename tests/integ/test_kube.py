@@ -99,7 +99,7 @@ def test_wait_ends_when_the_controller_is_done(kube):
     assert not got
     kube.api.settle("baton-decode")
     t.join()
-    assert got[0].returncode == 0, got[0]
+    assert got[0].returncode == 0 and "router cannot be asked" in got[0].stderr, got[0]
     t = threading.Thread(target=lambda: got.append(kube.ctl("scale", "decode=0", "--wait", "--timeout", "30s")))
     t.start()
     eventually(lambda: kube.api.replicas("baton-decode") == 0)

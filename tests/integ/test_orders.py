@@ -1,5 +1,6 @@
 """Cordons and canaries: what operators order, all routers follow, and a router's end does not undo."""
 import json
+import subprocess
 import threading
 import time
 
@@ -145,3 +146,54 @@ def test_CLI_01_orders_that_cannot_be(cluster):
     assert out.returncode == 1 and "redis" in out.stderr.lower(), out
     assert not c.client.nodes()["decode-0"].cordoned
     c.allow("redis_down", "index_.*down")
+
+
+def redis(c, *args, data=None):
+    out = subprocess.run(["redis-cli", "-s", str(c.folder / "redis.sock"), *(["-x"] if data is not None else []), *args],
+                         input=data, capture_output=True, timeout=60)
+    return out.stdout
+
+
+@pytest.mark.sanitize
+def test_orders_that_nobody_should_have_written(cluster):
+    """Whoever can write to Redis may cordon what it likes, and no more: what is no order is passed over, said once,
+    and costs nobody a request or the other orders."""
+    c = cluster(decode=2, router_args=["--http.listen=127.0.0.1:0"])
+    c.allow("event=orders", "redis_", "index_")
+    key = "baton:{default}:orders"
+    order(c.client, "Cordon", node="decode-1", on=True)
+    for field, value in (("cordon:", "1"), ("cordon:decode-0", ""), ("cordon:decode-0\n", "1"), ("cordon:" + "d" * 5000, "1"),
+                         ("CORDON:decode-0", "1"), ("cordon:decode-0 ", "1"), ("scale:decode", "1000000"),
+                         ("role:decode-0", "prefill"), ("canary:decode", "-1 9.9"), ("canary:prefill", "101 x"),
+                         ("canary:both", "ten"), ("canary:decode-0", "10 x"), ("../../x", "1"), ("cordon:*", "1"),
+                         ("canary:prefill", "50 " + "v" * 150)):
+        redis(c, "hset", key, field, value)
+    redis(c, "hset", key, "cordon:decode-0", data=b"\xff\x00\x1b]0;x\x07" * 10)
+    redis(c, "hset", key, "cordon:prefill-0", data=b"x" * 2000000)
+    time.sleep(0.5)  # five readings
+    assert c.client.generate("still there", max_tokens=2).timing.decode_node == "decode-0"
+    redis(c, "hdel", key, "cordon:decode-0")
+    for n in range(0, 3000, 100):  # more than there may be
+        redis(c, "hset", key, *[x for i in range(n, n + 100) for x in (f"cordon:none-{i}", "1")])
+    time.sleep(0.5)  # the first thousand of them count
+    assert c.client.generate("still there", max_tokens=2).tokens
+    seen = {n.name: n.cordoned for n in c.client.server().nodes}
+    assert seen["decode-0"] is False and seen["prefill-0"] is False and not c.client.server().canaries
+    assert c.procs["router"].log.read_text().count("an order in Redis is malformed") <= 1
+    with pytest.raises(grpc.RpcError) as e:
+        order(c.client, "Cordon", node="decode-0", on=True)
+    assert e.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    for make in (["lpush", key, "x"], ["set", key, "x" * 100000], ["sadd", key, "a"], ["zadd", key, "1", "a"],
+                 ["xadd", key, "*", "cordon:decode-0", "1"]):  # other kinds of values
+        redis(c, "del", key)
+        redis(c, *make)
+        time.sleep(0.3)
+        assert c.client.generate("still there", max_tokens=2).tokens, make
+    redis(c, "set", "baton:{default}:epoch", data=b"e" * 1000000)
+    time.sleep(0.3)
+    assert c.client.generate("still there", max_tokens=2).tokens
+    redis(c, "del", key)
+    eventually(lambda: order(c.client, "Cordon", node="decode-0", on=True).kept, 20, "orders work again")
+    eventually(lambda: c.client.nodes()["decode-0"].cordoned)
+    order(c.client, "Cordon", node="decode-0", on=False)
+    assert c.client.generate("at the end", max_tokens=2).tokens

@@ -18,7 +18,8 @@ import pytest
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from cluster import SLOW, clean_env, eventually
-from security import CLIENT, CLUSTER, GATEWAY, OPERATOR, Access, Authority, Tokens, credentials
+from fakenode import FakeNode
+from security import CLIENT, CLUSTER, GATEWAY, OPERATOR, SCRAPER, Access, Authority, Tokens, credentials
 from wire import BUILD, ROOT, Answer, Client, request
 
 PROMPT = "The zanzibar canary lamp keeper walks along the quiet harbor"
@@ -150,7 +151,7 @@ def test_the_handshake_is_a_modern_one(c, site):
 
 CLIENT_METHODS = {f"/baton.v1.Baton/{m}" for m in ("Generate", "Tokenize", "Detokenize", "GetModel")}
 ROLES = {None: 0, "wrong-wrong-wrong-wrong": 0, CLIENT[:-1]: 0, CLIENT + "0": 0, CLIENT: 1, GATEWAY: 1,
-         OPERATOR: 2, CLUSTER: 4}
+         OPERATOR: 2, CLUSTER: 4, SCRAPER: 16}
 
 
 def access_of(method):
@@ -197,7 +198,7 @@ def test_SEC_01_every_method_of_every_service(c, site, name):
         need = access_of(method) if there else 7
         for token, role in ROLES.items():
             # Tokens that this process does not know open nothing; a router shows the cluster's, no more.
-            known = role in (1, 2) if at_router else role in (2, 4)
+            known = role in (1, 2, 16) if at_router else role in (2, 4)
             if at_router and token == CLUSTER:
                 want = [S.PERMISSION_DENIED]
             else:
@@ -231,8 +232,9 @@ def test_SEC_01_every_path(c, site):
                 conn = https(site, c, token)
                 r, data = ask(conn, method, path, {} if method == "POST" else None)
                 conn.close()
-                need = 8 if path in is_open else 1 if path in clients else 2 if path in known else 3
-                known_token = role in (1, 2) or token == CLUSTER
+                need = 8 if path in is_open else 1 if path in clients else 18 if path == "/metrics" else \
+                    2 if path in known else 3
+                known_token = role in (1, 2, 16) or token == CLUSTER
                 if need & 8 or need & role:
                     assert r.status not in (401, 403), (method, path, token)
                     continue
@@ -358,6 +360,78 @@ def test_a_node_with_another_name_is_not_used(cluster, site):
     eventually(lambda: c.state_of("decode-0") in ("lost", "connecting") and
                c.client.nodes()["decode-0"].reason, 10, "a reason")
     assert c.client.error(PROMPT, max_tokens=1).code() == S.UNAVAILABLE
+
+
+def impostor(site, how):
+    """What answers at a node's address, with a certificate that is wrong in one way, or right."""
+    san = "DNS:elsewhere" if how == "another name" else "DNS:baton-node"
+    ca = site.other if how == "another CA" else site.ca
+    cert, key = ca.issue(f"impostor-{how.split()[-1]}", san, days=-1 if how == "expired" else 30)
+    creds = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())])
+    return FakeNode("d0", "both", digest=b"x" * 32, creds=creds)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("how", ["another CA", "another name", "expired", "plain text", "right"])
+def test_SEC_01_an_impostor_is_told_no_token(cluster, site, how):
+    node = FakeNode("d0", "both", digest=b"x" * 32) if how == "plain text" else impostor(site, how)
+    c = site.start(cluster, prefill=0, decode=0, redis=False, seeds=[node.address], wait=False)
+    c.allow("event=node")
+    if how == "right":  # so that the others fail for what is wrong with them
+        eventually(lambda: node.shown, 15, "a session")
+        assert node.shown[0] == f"Bearer {CLUSTER}" and node.hellos
+    else:
+        eventually(lambda: any(n.reason for n in c.client.server().nodes), 15, "a reason")
+        time.sleep(1)  # some attempts
+        assert not node.shown and not node.hellos
+        assert c.client.error(PROMPT, max_tokens=1).code() == S.UNAVAILABLE
+    node.stop()
+
+
+@pytest.mark.sanitize
+def test_a_router_with_a_certificate_of_another_CA_is_not_let_in(cluster, site):
+    stranger = site.other.issue("stranger-router", "DNS:router-0")
+    c = site.start(cluster, prefill=0, decode=1, role="both", wait=False,
+                   router_args=[f"--tls.node_cert_file={stranger[0]}", f"--tls.node_key_file={stranger[1]}"])
+    c.allow("event=node")
+    eventually(lambda: c.client.nodes().get("decode-0") and c.client.nodes()["decode-0"].reason, 15, "a reason")
+    time.sleep(1)
+    assert not c.ready_nodes() and "event=session " not in c.procs["decode-0"].log.read_text()
+
+
+@pytest.mark.sanitize
+def test_SEC_05_renegotiation_and_cut_handshakes(c, site):
+    """New keys asked for in mid-connection (TLS 1.2), and handshakes that end after each of their records: nobody
+    else notices."""
+    http_port, grpc_port = c.procs["router"].ready["http"], c.procs["router"].address
+    node_port = c.procs["decode-0"].address
+    for address in (http_port, grpc_port, node_port):
+        own = ["-cert", site.router[0], "-key", site.router[1]] if address == node_port else []
+        p = subprocess.run(["openssl", "s_client", "-connect", address, "-CAfile", str(site.ca.ca), "-tls1_2", *map(str, own)],
+                           input="R\nR\nR\n", capture_output=True, text=True, timeout=60 * SLOW)
+        assert "RENEGOTIATING" in p.stderr and "error:" in p.stderr and p.returncode != 0, (address, p)
+    for address, pair in ((http_port, None), (grpc_port, None), (node_port, site.router)):
+        for version in (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3):
+            for cut in range(1, 6):
+                ctx = tls_context(site, pair=pair)
+                ctx.minimum_version = ctx.maximum_version = version
+                incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+                o = ctx.wrap_bio(incoming, outgoing, server_hostname="localhost")
+                host, port = address.split(":")
+                with socket.create_connection((host, int(port)), 10) as s:
+                    s.settimeout(10 * SLOW)
+                    for _ in range(cut):
+                        try:
+                            o.do_handshake()
+                            break
+                        except ssl.SSLWantReadError:
+                            flight = outgoing.read()
+                            s.sendall(flight[:-1 if _ == cut - 1 else None])  # the last one a byte short
+                            if _ < cut - 1:
+                                incoming.write(s.recv(65536))
+    assert c.client.generate(PROMPT, max_tokens=2).tokens
+    assert ask(https(site, c), "GET", "/v1/models")[0].status == 200
+    assert {n.state for n in c.client.server().nodes} == {"ready"}
 
 
 def test_certificates_of_http_clients(cluster, site):
@@ -826,13 +900,13 @@ def test_SEC_01_no_secret_in_logs_metrics_titles(cluster, site):
     conn.getresponse().read()
     for kw in (dict(text=PROMPT, temperature=-1), dict(text=PROMPT * 3000), dict(text=PROMPT, stop=[PROMPT] * 17)):
         c.client.error(kw.pop("text"), max_tokens=2, **kw)
-    for token in ("canary-of-nobody-0000", OPERATOR, CLUSTER):
+    for token in ("canary-of-nobody-0000", OPERATOR, CLUSTER, SCRAPER):
         ask(https(site, c, token), "GET", "/v1/models")
         with grpc.secure_channel(c.procs["router"].address, site.access.creds) as channel:
             status_of(channel, "/baton.v1.Baton/Generate", token)
             status_of(channel, f"/baton.v1.Baton/{token}", token)
     metrics = ask(https(site, c, OPERATOR), "GET", "/metrics")[1].decode()
-    assert "baton" in metrics
+    assert "baton" in metrics and "baton" in ask(https(site, c, SCRAPER), "GET", "/metrics")[1].decode()
     texts = {"metrics": metrics}
     for access_log in c.folder.glob("*.access"):
         texts[access_log.name] = access_log.read_text()

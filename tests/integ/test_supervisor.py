@@ -73,13 +73,14 @@ def test_scale_up_and_down_under_load_loses_nothing(supervised):
     assert out.returncode == 0, out.stderr
     said = json.loads(out.stdout)
     assert said["roles"] == {"prefill": {"from": 1, "to": 2}, "decode": {"from": 1, "to": 3}} and said["settled"]
-    eventually(lambda: s.ready_nodes() == ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"])
+    assert s.ready_nodes() == ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"], "the router knows already"
     n = load.done
     eventually(lambda: load.done > n + 3, 60, "streams on all nodes")
     out = s.ctl("scale", "prefill=1", "decode=1", "--wait", "-o", "json")
     assert out.returncode == 0, out.stderr
     assert sorted(json.loads(out.stdout)["stopping"]) == ["decode-1", "decode-2", "prefill-1"]
     assert sorted(s.processes()) == ["decode-0", "prefill-0", "redis", "router"]
+    assert {n.name for n in s.client.server().nodes if n.state not in ("lost", "connecting")} == {"decode-0", "prefill-0"}
     n = load.done
     eventually(lambda: load.done > n, 60, "streams go on")
     load.end()
@@ -88,6 +89,22 @@ def test_scale_up_and_down_under_load_loses_nothing(supervised):
     assert s.ctl("scale", "decode=2", "--wait").returncode == 0
     eventually(lambda: "decode-1" in s.ready_nodes())
     assert not any(n.cordoned for n in s.client.server().nodes)
+
+
+def test_CLI_01_scale_waits_until_the_router_knows(supervised):
+    """Processes that run are not enough: with Redis stopped no router hears of the new node."""
+    s = supervised()
+    pid = s.processes()["redis"]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        out = s.ctl("scale", "decode=2", "--wait", "--timeout", "4s")
+        assert out.returncode == 4 and out.stdout == "" and "decode-1 is not known there" in out.stderr, out
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    out = s.ctl("scale", "decode=2", "--wait")
+    assert out.returncode == 0 and "decode-1" in s.ready_nodes(), out
+    out = s.ctl("scale", "decode=1", "--wait", "--router", "127.0.0.1:1", "--timeout", "10s")
+    assert out.returncode == 3 and out.stdout == "", out  # it was named: not to know is a failure
 
 
 def test_scale_waits_for_long_streams_or_does_nothing(supervised):
@@ -136,7 +153,7 @@ def test_flip_gives_a_place_to_the_other_role(supervised):
     out = s.ctl("flip", "decode-0", "prefill", "--wait")
     assert out.returncode == 0 and out.stdout == "flipped decode-0 to prefill\n", out.stderr
     assert sorted(s.processes()) == ["decode-1", "prefill-0", "prefill-1", "redis", "router"]
-    eventually(lambda: s.ready_nodes() == ["decode-1", "prefill-0", "prefill-1"])
+    assert s.ready_nodes() == ["decode-1", "prefill-0", "prefill-1"]
     n = load.done
     eventually(lambda: load.done > n, what="streams go on")
     load.end()
