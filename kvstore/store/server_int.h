@@ -27,7 +27,10 @@ struct client {
     struct bt_list gets, puts;
     uint32_t n_gets, n_puts;
     uint64_t pinned_bytes, put_bytes; /* by gets, by puts */
-    uint32_t refs;                    /* the link, and every get and put */
+    uint32_t n_unread, n_untold;      /* of what it has lent: not read to the end; TAKEN is owed */
+    uint64_t done[8];                 /* what is stored, and DONE is owed */
+    uint32_t n_done;
+    uint32_t refs; /* the link, and every get and put */
 };
 
 void kv_server_add(uint64_t *counter, uint64_t n);

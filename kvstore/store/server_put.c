@@ -27,7 +27,8 @@ struct put {
     bool lent, taken;         /* taken: all is read, the client has been told */
     struct kv_blob_grid grid; /* in a view, which stays until the connection's end */
     uint32_t *pages;
-    uint64_t sample, sampled; /* as the client has it; of what is stored so far */
+    bool told;                /* taken: that it is */
+    uint64_t sample, sampled; /* as the client has it; of what was read so far */
     uint64_t taken_ns;
     uint64_t sums[];
 };
@@ -41,6 +42,8 @@ static void put_free(struct put *p)
     bt_list_remove(&p->pull_link);
     c->n_puts--;
     c->put_bytes -= kv_blob_bytes(&p->shape);
+    c->n_unread -= p->lent && !p->taken;
+    c->n_untold -= p->taken && !p->told;
     free(p->pages);
     free(p);
     kv_server_unref_client(c);
@@ -63,10 +66,55 @@ static void tell_done(struct client *c, uint64_t req, int rc)
     }
 }
 
+static void tell_all(struct client *c)
+{
+    struct wire_store m = {.type = WIRE_STORE_TAKEN};
+
+    for (uint32_t i = 0; i < c->n_done; i++) {
+        tell_done(c, c->done[i], BT_OK);
+    }
+    c->n_done = 0;
+    bt_list_for_each (it, &c->puts) {
+        struct put *p = BT_LIST_ENTRY(it, struct put, link);
+
+        if (p->taken && !p->told) {
+            p->told = true;
+            p->taken_ns = bt_now_ns();
+            c->n_untold--;
+            m.req = p->req;
+            kv_link_send(c->link, &m, (struct bt_str){0});
+        }
+    }
+}
+
+/* A word to a client that sleeps wakes it up, which costs as much as a part of a layer. So words
+ * are kept while half of what it has lent is still to be read: it has time to lend more. */
+static void tell_some(struct client *c)
+{
+    if (c->link && c->n_untold >= c->n_unread) {
+        tell_all(c);
+    }
+}
+
+/* A lent block is stored. */
+static void owe_done(struct client *c, uint64_t req)
+{
+    if (c->n_done == BT_ARRAY_LEN(c->done) && c->link) {
+        tell_all(c);
+    }
+    if (c->link) {
+        c->done[c->n_done++] = req;
+        tell_some(c);
+    }
+}
+
 /* All of it is there, or it failed; nothing writes the blob any more. */
 static void finish(struct put *p, int rc)
 {
     struct kv_server *s = p->client->server;
+    struct client *c = p->client;
+    uint64_t req = p->req;
+    bool lent = p->lent && rc == BT_OK;
 
     if (rc == BT_OK) {
         kv_tiers_commit(s->cfg.tiers, p->blob, p->sums);
@@ -76,8 +124,15 @@ static void finish(struct put *p, int rc)
     } else {
         kv_tiers_abort(s->cfg.tiers, p->blob);
     }
-    tell_done(p->client, p->req, rc);
+    c->refs++;
     put_free(p);
+    if (lent) {
+        owe_done(c, req);
+    } else {
+        tell_done(c, req, rc);
+        tell_some(c); /* one less to be read */
+    }
+    kv_server_unref_client(c);
 }
 
 void kv_server_drop_puts(struct client *c)
@@ -320,6 +375,7 @@ void kv_server_on_lend(struct client *c, const struct wire_store *m, struct bt_s
         return;
     }
     p->lent = true;
+    c->n_unread++;
     p->pages = pages;
     p->sample = m->sample;
     p->grid = (struct kv_blob_grid){.layer_stride = m->layer_stride,
@@ -333,7 +389,7 @@ void kv_server_on_lend(struct client *c, const struct wire_store *m, struct bt_s
 /* All of it is here; whether the pages were its pages all the time is for the client to say. */
 static void tell_taken(struct put *p)
 {
-    struct wire_store m = {.type = WIRE_STORE_TAKEN, .req = p->req};
+    struct client *c = p->client;
 
     if (p->sampled != p->sample) { /* other memory; or we are late: the client knows which */
         kv_server_add(&p->client->server->bad, 1);
@@ -341,20 +397,17 @@ static void tell_taken(struct put *p)
         return;
     }
     p->taken = true;
-    p->taken_ns = bt_now_ns();
-    kv_link_send(p->client->link, &m, (struct bt_str){0});
+    c->n_unread--;
+    c->n_untold++;
+    tell_some(c);
 }
 
 /* One layer. False: that was the last one. */
 static bool take_lent(struct put *p, size_t *budget)
 {
-    const struct kv_key *key = &kv_blob_meta(p->blob)->key;
-    const char *to = layer_at(p, p->layer);
-
     *budget -= BT_MIN(*budget, p->shape.layer_bytes);
-    p->sums[p->layer] = kv_blob_grid_gather(&p->grid, p->layer, (void *)(uintptr_t)to);
-    p->sampled = kv_sum_seeded(to + kv_blob_sample_at(&p->grid, key, p->layer), p->grid.row_bytes,
-                               p->sampled);
+    p->sums[p->layer] = kv_blob_grid_gather(&p->grid, p->layer, layer_at(p, p->layer));
+    p->sampled = kv_blob_sample_row(&p->grid, &kv_blob_meta(p->blob)->key, p->layer, p->sampled);
     if (++p->layer < p->shape.n_layers) {
         return true;
     }
@@ -366,13 +419,14 @@ void kv_server_on_verdict(struct client *c, const struct wire_store *m)
 {
     struct put *p = find(c, m->req);
 
-    if (!p || !p->taken) {
+    if (!p || !p->told) {
         kv_link_violation(c->link, "nothing was taken", m);
     } else if (m->type == WIRE_STORE_KEEP) {
         finish(p, BT_OK);
     } else {
         kv_tiers_abort(c->server->cfg.tiers, p->blob);
         put_free(p);
+        tell_some(c);
     }
 }
 
@@ -381,7 +435,7 @@ void kv_server_check_lent(struct client *c, uint64_t now)
     bt_list_for_each (it, &c->puts) {
         struct put *p = BT_LIST_ENTRY(it, struct put, link);
 
-        if (c->link && p->taken && now - p->taken_ns > c->server->cfg.lease_ns) {
+        if (c->link && p->told && now - p->taken_ns > c->server->cfg.lease_ns) {
             kv_link_close(c->link, BT_E_DEADLINE, "no word on a block that was taken");
             return;
         }

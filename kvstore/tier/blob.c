@@ -117,18 +117,21 @@ uint64_t kv_blob_grid_gather(const struct kv_blob_grid *g, uint32_t layer, void 
     return kv_copy_end(&c);
 }
 
-/* Layers take different rows. */
-static uint64_t sample_row(const struct kv_blob_grid *g, const struct kv_key *key, uint32_t layer)
+uint64_t kv_blob_sample_row(const struct kv_blob_grid *g,
+                            const struct kv_key *key,
+                            uint32_t layer,
+                            uint64_t sum)
 {
+    uint64_t row;
     uint32_t from;
 
     memcpy(&from, key->b, sizeof(from));
-    return ((uint64_t)from + 13 * (uint64_t)layer) % ((uint64_t)g->n_rows * g->n_pages);
-}
-
-size_t kv_blob_sample_at(const struct kv_blob_grid *g, const struct kv_key *key, uint32_t layer)
-{
-    return sample_row(g, key, layer) * g->row_bytes;
+    /* Layers take different ones. */
+    row = ((uint64_t)from + 13 * (uint64_t)layer) % ((uint64_t)g->n_rows * g->n_pages);
+    return kv_sum_seeded(g->base + layer * g->layer_stride +
+                             g->pages[row % g->n_pages] * g->page_stride +
+                             row / g->n_pages * g->row_bytes,
+                         g->row_bytes, sum);
 }
 
 uint64_t
@@ -137,12 +140,7 @@ kv_blob_grid_sample(const struct kv_blob_grid *g, const struct kv_key *key, uint
     uint64_t sum = 0;
 
     for (uint32_t l = 0; l < n_layers; l++) {
-        uint64_t row = sample_row(g, key, l);
-
-        sum = kv_sum_seeded(g->base + l * g->layer_stride +
-                                g->pages[row % g->n_pages] * g->page_stride +
-                                row / g->n_pages * g->row_bytes,
-                            g->row_bytes, sum);
+        sum = kv_blob_sample_row(g, key, l, sum);
     }
     return sum;
 }

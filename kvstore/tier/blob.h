@@ -72,10 +72,14 @@ bool kv_blob_grid_fits(const struct kv_blob_grid *g,
                        uint64_t bytes);
 /* As kv_blob_gather_sum. */
 uint64_t kv_blob_grid_gather(const struct kv_blob_grid *g, uint32_t layer, void *dst);
-/* A sum over one row of every layer (kv_sum_seeded, each with the sum so far, 0 at first): where it
- * lies in the blob form of a layer follows from the key. It tells memory that is not the one that
- * was meant; it does not replace the sums of all bytes. */
-size_t kv_blob_sample_at(const struct kv_blob_grid *g, const struct kv_key *key, uint32_t layer);
+/* A sum over one row of every layer, which ones follows from the key: kv_sum_seeded of the row,
+ * with `sum` so far (0 at first). It tells memory that is not the one that was meant; it does not
+ * replace the sums of all bytes. */
+uint64_t kv_blob_sample_row(const struct kv_blob_grid *g,
+                            const struct kv_key *key,
+                            uint32_t layer,
+                            uint64_t sum);
+/* Of all layers. */
 uint64_t
 kv_blob_grid_sample(const struct kv_blob_grid *g, const struct kv_key *key, uint32_t n_layers);
 /* kv_blob_scatter, and the sum of what it read; each byte is read once, so that the sum is that of

@@ -303,6 +303,32 @@ static void test_a_block_is_one_with_keep(void **state)
     rig_close();
 }
 
+/* Several at once: however words are put together, each gets all of its own. */
+static void test_several_at_once(void **state)
+{
+    struct lending d[6];
+
+    rig_open(0);
+    for (uint32_t round = 0; round < 2; round++) {
+        for (uint32_t i = 0; i < 6; i++) {
+            lending_make(&d[i], i, 10 * round + i);
+            lend(&d[i]);
+        }
+        for (uint32_t i = 0; i < 6; i++) {
+            uint64_t req = hear(&rig.s, WIRE_STORE_TAKEN, 6 * round + i)->req;
+
+            assert_int_equal(req, 10 * round + i); /* one after the other */
+            say_type(&rig.s, round ? WIRE_STORE_KEEP : WIRE_STORE_DROP, req, 0);
+        }
+    }
+    for (uint32_t i = 0; i < 6; i++) {
+        assert_int_equal(hear(&rig.s, WIRE_STORE_DONE, i)->rc, BT_OK);
+    }
+    assert_int_equal(take_chain(&rig.w, &rig.c), 6);
+    assert_int_equal(kv_server_stats(rig.server).puts, 6);
+    rig_close();
+}
+
 /* Without the word, or with the other one, nothing is stored and no room is held; the block may be
  * lent again. */
 static void test_KVX_01_a_late_read_is_no_block(void **state)
@@ -756,6 +782,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_a_block_is_one_with_keep),
+        cmocka_unit_test(test_several_at_once),
         cmocka_unit_test(test_KVX_01_a_late_read_is_no_block),
         cmocka_unit_test(test_other_memory_is_refused),
         cmocka_unit_test(test_memory_that_cannot_be_seen),
