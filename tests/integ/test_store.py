@@ -271,6 +271,24 @@ def test_daemon_frozen(cluster, met):
         c.procs["store-0"].signal(signal.SIGCONT)
 
 
+def test_KVX_01_daemon_frozen_in_mid_put(cluster):
+    """Blocks go to a daemon that stands still: the node has its pages back all the same, and the daemon gets
+    copies when it goes on."""
+    c = cluster(prefill=0, decode=1, role="both", kvstore=1, node_args=[*SHARING, "--handoff.silence=60s"])
+    c.allow("from=ready to=lost")
+    eventually(lambda: c.status("decode-0").store_daemons == 1, 10, "daemon known")
+    ask(c, 300, AUTO, 2)
+    eventually(lambda: c.status("store-0").blocks_announced >= 2, 20, "blocks put")
+    c.procs["store-0"].signal(signal.SIGSTOP)
+    try:
+        want = ask(c, 1000, AUTO).tokens
+        c.pages_back(["decode-0"], 8)
+    finally:
+        c.procs["store-0"].signal(signal.SIGCONT)
+    eventually(lambda: c.status("store-0").blocks_announced >= 2 + 7, 20, "blocks put after all")
+    assert ask(c, 1000, AUTO).tokens == want
+
+
 N_PROMPTS = 20
 
 
