@@ -13,6 +13,7 @@
 #include "common/rpc/reflection.h"
 #include "common/rpc/server.h"
 #include "common/thr/time.h"
+#include "kvstore/store/access.h"
 #include "kvstore/store/announce.h"
 #include "kvstore/store/relay.h"
 #include "kvstore/store/server.h"
@@ -40,6 +41,7 @@ struct store_conf {
 
 static const struct bt_conf_opt opts[] = {
     BT_NODE_CONF_ROWS(struct store_conf, common),
+    BT_NODE_CONF_ACCESS_ROW(struct store_conf, common),
     BT_SEC_CONF_ROWS(struct store_conf, common.sec),
     BT_SEC_KV_CONF_ROWS(struct store_conf, common.sec),
     BT_CLUSTER_CONF_ROWS(struct store_conf, cluster),
@@ -198,6 +200,14 @@ static bool is_member(void *arg, const struct kv_origin *o)
          strcmp(m->net_addr, o->address) == 0;
     pthread_mutex_unlock(&s->lock);
     return ok;
+}
+
+/* [net] */
+static void on_passed(void *arg, const struct kv_relay_passed *p)
+{
+    const struct store *s = arg;
+
+    kv_access_write(bt_node_access_log(s->node), s->name, p);
 }
 
 /* ---- status ---- */
@@ -451,6 +461,7 @@ static int open_relay(struct store *s, struct bt_err *err)
         .max_inflight_bytes = 32u << 20,
         .tiers = s->tiers,
         .is_member = is_member,
+        .passed = on_passed,
         .arg = s,
     };
     int r = kv_relay_create(&rc, &s->relay, err);

@@ -35,6 +35,8 @@ struct passing {
     uint64_t until_ns; /* WAITING: refused then */
     char origin_name[NAME_MAX_BYTES + 1], origin_address[ADDR_MAX_BYTES + 1];
     uint64_t origin_incarnation;
+    char asker[NAME_MAX_BYTES + 1]; /* who asked first */
+    uint64_t came_ns, moves_ns;     /* moves: 0 = WAITING */
     /* MOVING */
     uint32_t *pages, n_pages; /* of the tokens behind n_have */
     struct kv_recv *recv;     /* NULL = over */
@@ -90,6 +92,27 @@ static void count_open(struct kv_relay *r, int waiting, int open)
 
 /* ---- the end of a passing ---- */
 
+static void tell(const struct passing *p, int rc)
+{
+    const struct kv_relay *r = p->relay;
+    const struct kv_layout *l = kv_pool_layout(p->ground->pool);
+    uint64_t now = bt_now_ns();
+    const struct kv_relay_passed m = {
+        .id = p->id,
+        .origin = p->origin_name,
+        .asker = p->asker,
+        .n_tokens = p->n_tokens,
+        .n_have = p->n_have,
+        .bytes = p->moves_ns ? p->n_pages * (uint64_t)l->page_stride * (uint64_t)l->n_layers : 0,
+        .wait_ns = (p->moves_ns ? p->moves_ns : now) - p->came_ns,
+        .move_ns = p->moves_ns ? now - p->moves_ns : 0,
+        .rc = rc};
+
+    if (r->cfg.passed) {
+        r->cfg.passed(r->cfg.arg, &m);
+    }
+}
+
 static void passing_free(struct passing *p)
 {
     free(p->ids);
@@ -130,6 +153,7 @@ static void check_over(struct passing *p)
         return;
     }
     count(r, p->rc == BT_OK ? &r->relayed : &r->failed);
+    tell(p, p->rc);
     if (!p->whole || !p->ids || !r->keep) {
         over(p);
         return;
@@ -248,6 +272,7 @@ static int start(struct passing *p, struct bt_err *err)
     }
     bt_list_remove(&p->link);
     bt_list_push_back(&r->moving, &p->link);
+    p->moves_ns = bt_now_ns();
     count_open(r, 0, 1);
     return BT_OK;
 }
@@ -258,6 +283,7 @@ static void give_up_waiting(struct passing *p, int rc, const char *msg)
     struct kv_relay *r = p->relay;
 
     kv_handoff_refuse(r->handoff, p->id, rc, msg);
+    tell(p, rc);
     bt_list_remove(&p->link);
     passing_free(p);
     count(r, &r->refused);
@@ -446,8 +472,10 @@ passing_new(struct kv_relay *r, struct ground *g, const struct kv_relay_ask *a)
                           .n_tokens = a->n_tokens,
                           .n_have = a->n_have,
                           .until_ns = bt_deadline_ns(r->cfg.wait_ns),
+                          .came_ns = bt_now_ns(),
                           .origin_incarnation = a->origin.incarnation};
     bt_list_init(&p->link);
+    snprintf(p->asker, sizeof(p->asker), "%s", a->asker);
     snprintf(p->origin_name, sizeof(p->origin_name), "%s", a->origin.name);
     snprintf(p->origin_address, sizeof(p->origin_address), "%s", a->origin.address);
     p->n_pages = kv_layout_pages_for(l, a->n_tokens) - a->n_have / (uint32_t)l->page_tokens;
@@ -558,6 +586,16 @@ static int asked(void *arg, const struct kv_relay_ask *a, struct bt_err *err)
     }
     if (rc != BT_OK) {
         count(r, &r->refused);
+    }
+    if (rc != BT_OK && !twin && r->cfg.passed) {
+        const struct kv_relay_passed m = {.id = a->id,
+                                          .origin = a->origin.name,
+                                          .asker = a->asker,
+                                          .n_tokens = a->n_tokens,
+                                          .n_have = a->n_have,
+                                          .rc = rc};
+
+        r->cfg.passed(r->cfg.arg, &m);
     }
     return rc;
 }

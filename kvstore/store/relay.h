@@ -24,6 +24,16 @@
 
 struct kv_relay; /* whoever created it owns it */
 
+/* A prompt that the relay has done with. Strings are borrowed. */
+struct kv_relay_passed {
+    struct kv_handoff_id id; /* hi: the router's number of the request */
+    const char *origin, *asker;
+    uint32_t n_tokens, n_have;
+    uint64_t bytes;            /* of the pages that it took */
+    uint64_t wait_ns, move_ns; /* for pages and to be known; from then on */
+    int rc;                    /* BT_OK: handed on whole */
+};
+
 struct kv_relay_cfg {
     struct bt_net_cfg net;
     const char *node_name; /* copied */
@@ -35,6 +45,8 @@ struct kv_relay_cfg {
     uint32_t max_open;             /* prompts at once, waiting ones included */
     size_t max_inflight_bytes;
     struct kv_tiers *tiers; /* keeps the full blocks of what passes; borrowed; NULL = nothing */
+    /* [net] Once for each prompt that was asked for, in whatever way it ends. NULL is fine. */
+    void (*passed)(void *arg, const struct kv_relay_passed *p);
     /* [net] True if this is a member whose prompts may be asked for. */
     bool (*is_member)(void *arg, const struct kv_origin *origin);
     void *arg;

@@ -152,7 +152,8 @@ class Cluster:
         return sock
 
     def add(self, binary, name, args, model=True):
-        argv = [str(BUILD / binary), *([f"--model={self.model}", f"--access_log={self.folder}/{name}.access"] if model else []),
+        argv = [str(BUILD / binary), *([f"--model={self.model}"] if model else []),
+                f"--access_log={self.folder}/{name}.access",
                 f"--ready_file={self.folder}/{name}.ready", "--die_with_parent=true", f"--name={name}",
                 "--cluster.poll=100ms", "--cluster.lease=3s",
                 *self.common, *args]

@@ -67,6 +67,17 @@ def commands(text):
             words = words[n + 1:]
 
 
+def test_ARCHITECTURE_names_every_thread():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    text = text[text.index("## Threads of a node"):text.index("## The life of a request")]
+    named = set(re.findall(r"[a-z-]+", text))
+    started = set()
+    for folder in ("common", "kvstore", "kernels", "router", "prefill", "decode"):
+        for path in (ROOT / folder).rglob("*.c"):
+            started |= set(re.findall(r'bt_thread_start\(&[^,]+,\s*"([^"]+)"', path.read_text()))
+    assert len(started) > 15 and started <= named, started - named
+
+
 def wrong(words):
     """What is not right about a command line, or None."""
     name = os.path.basename(words[0])

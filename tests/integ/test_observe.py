@@ -321,6 +321,30 @@ def test_goodput(cluster):
     assert s[("baton_router_requests_total", ("outcome", "ok"))] == 1
 
 
+def test_a_request_through_the_store_is_in_the_daemons_log(cluster):
+    """One id finds the whole story: router, both legs, and the daemon between them."""
+    c = cluster(kvstore=1)
+    a = c.client.generate(SECRET + " over the bay " * 30, max_tokens=4, path=STORE)
+    (line,) = line_of(c, "store-0", a.stream_id)
+    assert line["node"] == "store-0" and line["leg"] == "store" and line["end"] == "handed_over"
+    assert (line["origin"], line["peer"]) == ("prefill-0", "decode-0")
+    assert line["tokens_in"] == a.usage.prompt_tokens and line["tokens_had"] == 0 and line["bytes"] > 0
+    assert line["total_ms"] == pytest.approx(line["ms"]["wait"] + line["ms"]["move"], abs=0.002)
+    for name in ("router", "prefill-0", "decode-0"):
+        assert line_of(c, name, a.stream_id)
+    text = (c.folder / "store-0.access").read_text()
+    assert "lighthouse" not in text and len(text.splitlines()) == 1
+
+
+def test_a_prompt_that_finds_no_room_is_in_the_daemons_log(cluster):
+    c = cluster(kvstore=1, kvstore_args=["--relay.bytes=64K", "--relay.wait=200ms"], router_args=["--route.retries=0"])
+    c.allow("relay", "handoff", "leg")
+    e = c.client.error("over the bay " * 200, max_tokens=4, path=STORE)
+    assert e.code()
+    line = eventually(lambda: access(c, "store-0"), 10, "a line")[0]
+    assert line["end"].startswith("E_") and line["bytes"] == 0 and line["ms"]["move"] == 0
+
+
 def test_rotation_at_sighup(cluster):
     c = cluster(prefill=0, role="both", router_args=HTTP)
     ids = []
