@@ -36,7 +36,7 @@ stage_valgrind() {
         grep -vxF "$(printf '%s\n' $VALGRIND_LEAVES_OUT)")
     # shellcheck disable=SC2086
     meson test -C $dir --no-rebuild --timeout-multiplier 30 --print-errorlogs --num-processes 2 --suite unit \
-        --logbase valgrind --wrapper "valgrind --quiet --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=definite \
+        --logbase valgrind --wrapper "valgrind --quiet --error-exitcode=99 --leak-check=full --show-leak-kinds=definite --errors-for-leak-kinds=definite \
         --suppressions=$ROOT_DIR/tests/data/valgrind.supp" $tests
     local rc=$?
     cp "$dir/meson-logs/valgrind.junit.xml" "$results/valgrind.xml" || broken=$((broken + 1))
