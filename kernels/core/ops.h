@@ -32,7 +32,7 @@ struct kn_stream {
     size_t scratch_bytes; /* at least kn_scratch_bytes() of the largest call */
     char *thread_scratch; /* n_threads pieces of KN_THREAD_SCRATCH_BYTES; 64-byte aligned */
 };
-#define KN_THREAD_SCRATCH_BYTES ((size_t)320 * 1024)
+#define KN_THREAD_SCRATCH_BYTES ((size_t)768 * 1024)
 #define KN_ACTS_BYTES           576  /* quantized activations of 12 rows and 32 inputs */
 #define KN_SPLIT_BYTES          1024 /* split activations of 8 rows and 32 inputs */
 /* Shared scratch for a matmul of `rows` activations of width `k`, the one op that needs it. */

@@ -12,6 +12,7 @@
 
 #define ROWS_BYTES     (512 * 1024) /* activations held in cache */
 #define ITEMS_A_THREAD 8
+#define PANEL_TILES    12
 #define ROWS_TOGETHER  (2 * KN_GROUP) /* also a multiple of KN_SPLIT_ROWS */
 #define QUANT_WORK     16384          /* elements below which the caller quantizes alone */
 
@@ -296,6 +297,12 @@ void KN_V(matmul)(struct kn_stream *stream, const struct kn_matmul_args *a)
     }
     prepare(stream, &j);
     j.per_item = BT_MAX(1, j.n_tiles / (kn_team_size(stream->team) * ITEMS_A_THREAD));
+    if (j.wide.data && j.wide.tiles) { /* activations are read once for each panel */
+        int share = (int)BT_DIV_UP(j.n_tiles, kn_team_size(stream->team));
+
+        share = BT_MIN(PANEL_TILES, share);
+        j.per_item = BT_MAX(j.per_item, share);
+    }
     if (j.split) { /* four tiles at once */
         j.per_item = (j.per_item + 3) / 4 * 4;
     }
