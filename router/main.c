@@ -10,6 +10,8 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#define SPARE_CALLS 3072 /* besides requests: questions, and requests that are refused */
+
 static const char *const paths[] = {"auto", "direct", "local", "store", NULL}; /* enum rt_path */
 
 static const struct bt_conf_opt opts[] = {
@@ -346,7 +348,8 @@ static int open_server(struct rt_router *r, struct bt_rpc_service *service, stru
     struct bt_rpc_server_config sc = {.sec = bt_node_sec(r->node),
                                       .allow_insecure = r->conf->common.allow_insecure,
                                       .max_message_bytes = r->conf->max_request_bytes,
-                                      .max_queued_bytes = r->conf->max_queued_bytes};
+                                      .max_queued_bytes = r->conf->max_queued_bytes,
+                                      .max_calls = (int)r->conf->max_active + SPARE_CALLS};
     struct bt_str set = wire_descriptor_set();
     int port, rc;
 

@@ -12,8 +12,9 @@
  *
  * Spinning: a thread that sleeps is woken late, 30 us and more on a virtual machine, and waking it
  * costs the waker. So a loop that may spin looks for a while before it sleeps, but only when nearly
- * all of its last waits were shorter than that: `brisk` rises by one with each, and falls by
- * BRISK_LOSS with each longer one.
+ * all of its last waits were shorter than that: `brisk` rises by one with each, falls by BRISK_LOSS
+ * with each longer one, and a pause ends it. Bursts with pauses between them, as the steps of nodes
+ * are, do not make a loop spin.
  *
  * Timers: an intrusive pairing heap (Fredman, Sedgewick, Sleator, Tarjan 1986), because starting
  * one must not allocate. */
@@ -24,13 +25,15 @@
 
 #include <grpc/support/time.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdlib.h>
 
-#define SLEEP_NS   (20 * BT_NS_PER_US) /* a wait of this length was a sleep */
-#define CALM_NS    BT_NS_PER_MS        /* after a sleep */
-#define LATE_NS    (40 * BT_NS_PER_US) /* of spinning, before what was put off is done */
-#define BRISK      4                   /* from here on a loop spins */
-#define BRISK_MAX  8
+#define SLEEP_NS   (20 * BT_NS_PER_US)  /* a wait of this length was a sleep */
+#define LATE_NS    (40 * BT_NS_PER_US)  /* of spinning, before what was put off is done */
+#define CROWD_NS   (200 * BT_NS_PER_US) /* without the core, in a spin */
+#define PAUSE_NS   BT_NS_PER_MS
+#define BRISK      16 /* from here on a loop spins */
+#define BRISK_MAX  24
 #define BRISK_LOSS 3
 
 struct bt_loop {
@@ -44,10 +47,10 @@ struct bt_loop {
     struct bt_timer *timers;
     uint64_t timer_seq;
     uint64_t now_ns;
-    uint64_t slept_ns; /* end of the last sleep */
-    uint64_t spin_ns;  /* longest spin; 0 = none */
+    uint64_t spin_ns; /* longest spin; 0 = none */
     int brisk;
     struct bt_list late;
+    uint64_t late_ns; /* since when there is something in it */
     size_t n_tags;    /* in flight, the wake tag not counted */
     size_t n_objects; /* servers and channels */
     bool in_callback;
@@ -247,22 +250,41 @@ static void run_late(struct bt_loop *loop)
     loop->in_callback = false;
 }
 
-/* Looks without sleeping, for a while and not beyond the deadline. */
+/* Looks without sleeping, for a while and not beyond the deadline. Whoever is to wake us may wait
+ * for this core; and where others need it a sleeper comes back sooner than one that looks. */
 static grpc_event spin(struct bt_loop *loop, uint64_t deadline_ns)
 {
     const gpr_timespec at_once = bt_rpc_to_gpr(0);
-    uint64_t begin = loop->now_ns, now;
+    uint64_t begin = loop->now_ns, last = begin, now;
     grpc_event ev;
 
     for (;;) {
         ev = grpc_completion_queue_next(loop->cq, at_once, NULL);
         now = bt_now_ns();
-        if (ev.type != GRPC_QUEUE_TIMEOUT || now - begin >= loop->spin_ns || now >= deadline_ns) {
+        if (now - last >= CROWD_NS) {
+            loop->brisk = 0;
+        }
+        if (ev.type != GRPC_QUEUE_TIMEOUT || now - begin >= loop->spin_ns || now >= deadline_ns ||
+            now - last >= CROWD_NS) {
             return ev;
         }
         if (now - begin >= LATE_NS) {
             run_late(loop);
         }
+        last = now;
+        sched_yield();
+    }
+}
+
+static void note_wait(struct bt_loop *loop, uint64_t waited_ns)
+{
+    if (waited_ns < SLEEP_NS) {
+        return;
+    }
+    if (waited_ns < loop->spin_ns) {
+        loop->brisk = BT_MIN(loop->brisk + 1, BRISK_MAX);
+    } else {
+        loop->brisk = waited_ns < PAUSE_NS ? BT_MAX(loop->brisk - BRISK_LOSS, 0) : 0;
     }
 }
 
@@ -273,6 +295,9 @@ static grpc_event next_event(struct bt_loop *loop, uint64_t deadline_ns)
     bool waits = deadline_ns > begin;
     grpc_event ev = {.type = GRPC_QUEUE_TIMEOUT};
 
+    if (!bt_list_empty(&loop->late) && begin - loop->late_ns >= LATE_NS) {
+        run_late(loop); /* events that keep coming must not put it off for ever */
+    }
     if (waits && loop->spin_ns > 0 && loop->brisk >= BRISK) {
         ev = spin(loop, deadline_ns);
     }
@@ -284,12 +309,8 @@ static grpc_event next_event(struct bt_loop *loop, uint64_t deadline_ns)
         ev = grpc_completion_queue_next(loop->cq, bt_rpc_to_gpr(deadline_ns), NULL);
     }
     loop->now_ns = bt_now_ns();
-    if (waits && loop->now_ns - begin >= SLEEP_NS) {
-        bool brisk = loop->now_ns - begin < loop->spin_ns;
-
-        loop->brisk =
-            brisk ? BT_MIN(loop->brisk + 1, BRISK_MAX) : BT_MAX(loop->brisk - BRISK_LOSS, 0);
-        loop->slept_ns = loop->now_ns;
+    if (waits) {
+        note_wait(loop, loop->now_ns - begin);
     }
     return ev;
 }
@@ -359,12 +380,10 @@ void bt_loop_put_off(struct bt_loop *loop, struct bt_late *late)
 {
     BT_DASSERT(bt_loop_on_thread(loop));
     bt_list_remove(&late->link);
+    if (bt_list_empty(&loop->late)) {
+        loop->late_ns = loop->now_ns;
+    }
     bt_list_push_back(&loop->late, &late->link);
-}
-
-bool bt_loop_is_calm(const struct bt_loop *loop)
-{
-    return loop->now_ns - loop->slept_ns < CALM_NS;
 }
 
 bool bt_loop_on_thread(const struct bt_loop *loop)

@@ -55,8 +55,6 @@ bool bt_loop_post(struct bt_loop *loop, struct bt_msg *msg);
 
 /* Time at which the callback that is running was entered (CLOCK_MONOTONIC). */
 uint64_t bt_loop_now(const struct bt_loop *loop);
-/* True if the loop has slept within the last millisecond: it could do more than it has to. */
-bool bt_loop_is_calm(const struct bt_loop *loop);
 /* True on the thread that owns the loop. */
 bool bt_loop_on_thread(const struct bt_loop *loop);
 

@@ -1,11 +1,9 @@
 /* Between the HTTP thread and the loop: requests come in as messages, answers go out as events. All
- * events of one turn of the loop travel as one message, so that many tokens cost one wake-up; a few
- * are handled by the loop itself, as long as it is not busy all the time. Loop thread. */
+ * events of one turn of the loop travel as one message, so that many tokens cost one wake-up. Loop
+ * thread. */
 #include "router/http/http_int.h"
 
 #include <stdlib.h>
-
-#define FEW_EVENTS 32
 
 struct batch {
     struct bt_msg msg;
@@ -36,7 +34,6 @@ static void close_ended(struct rt_http *h)
             ch->client.req = NULL;
         }
         h->n_live--;
-        h->n_events++;
         bt_list_push_back(&h->events, &ch->end.link);
     }
 }
@@ -57,10 +54,7 @@ static void on_flush(struct bt_loop *loop, struct bt_timer *t)
         b->msg.handle = on_batch;
         bt_list_init(&b->events);
         bt_list_splice_back(&b->events, &h->events);
-        h->stands_in = h->n_events <= FEW_EVENTS && bt_loop_is_calm(loop);
-        h->n_events = 0;
         bt_mailbox_push(&h->mailbox, &b->msg); /* never closed */
-        h->stands_in = false;
     }
     if (h->loop_draining && h->n_live == 0 && h->drained) {
         void (*drained)(void *arg) = h->drained;
@@ -88,7 +82,6 @@ void rt_http_bridge_init(struct rt_http *h)
 
 void rt_http_emit(struct rt_http *h, struct rt_http_event *ev)
 {
-    h->n_events++;
     bt_list_push_back(&h->events, &ev->link);
     want_flush(h);
 }

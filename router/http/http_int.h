@@ -2,10 +2,6 @@
  *
  * Two threads: "http" owns connections and exchanges, the loop owns the requests behind them. A
  * choice is one request; its struct is used by both, each field by the thread named beside it.
- * "http" works under rt_http.lock. When the loop has only a few events, time, and finds the lock
- * free, it does with them what the thread would do, in its place: a token is then in its socket
- * without a thread having been woken. What is said of the http thread holds for the loop meanwhile,
- * but for one thing: only the thread itself frees connections, as it may have events for them.
  *
  * Life of a choice: http posts `submit`; the loop answers with events, the last of which is END.
  * When http loses interest it posts `cancel` once, and the loop answers with GONE, the very last
@@ -192,8 +188,7 @@ struct rt_http {
     struct bt_mailbox mailbox, read_box; /* read_box: from the reader */
     struct bt_sec *sec;                  /* the node's */
 
-    /* http: under the lock, which is held whenever the thread does not sleep */
-    pthread_mutex_t lock;
+    /* http */
     struct bt_list conns, dirty, idle, dead;
     size_t n_conns, body_bytes;
     uint64_t now_ns, next_tick_ns, id_seed, id_next;
@@ -206,8 +201,6 @@ struct rt_http {
     struct bt_list live, closing, events;
     struct bt_timer flush, drain_timer;
     size_t n_live, n_asks; /* asks: at the tokenizer */
-    size_t n_events;
-    bool stands_in; /* what is posted now may be handled here */
     bool loop_draining;
     void (*drained)(void *arg);
     void *drained_arg;
@@ -219,8 +212,6 @@ struct rt_http {
 
 /* server.c */
 void rt_http_to_loop(struct rt_http *h, struct bt_msg *msg);
-/* The `wake` of the mailbox. */
-void rt_http_wake(void *http);
 
 /* conn.c */
 void rt_http_conn_open(struct rt_http *h, int fd);

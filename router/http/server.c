@@ -137,22 +137,14 @@ static void tick(struct rt_http *h)
     }
 }
 
-/* The end of a turn: output goes out. */
-static void flush(struct rt_http *h)
+/* The end of a turn: output goes out, connections that were closed are freed. */
+static void settle(struct rt_http *h)
 {
     struct bt_list *it;
 
     while ((it = bt_list_pop_front(&h->dirty)) != NULL) {
         rt_http_conn_flush(BT_LIST_ENTRY(it, struct rt_http_conn, dirty));
     }
-}
-
-/* And connections that were closed are freed. */
-static void settle(struct rt_http *h)
-{
-    struct bt_list *it;
-
-    flush(h);
     while ((it = bt_list_pop_front(&h->dead)) != NULL) {
         rt_http_conn_free(BT_LIST_ENTRY(it, struct rt_http_conn, link));
     }
@@ -167,30 +159,11 @@ static int wait_ms(const struct rt_http *h)
                                        : 0;
 }
 
-/* [loop] Where only one thread has something to do, it does it. The lock is the thread's as long as
- * it is awake, and it looks into the mailbox before it sleeps again once it was woken. */
-void rt_http_wake(void *http)
-{
-    struct rt_http *h = http;
-
-    if (h->stands_in && pthread_mutex_trylock(&h->lock) == 0) {
-        h->now_ns = bt_now_ns();
-        bt_mailbox_drain(&h->mailbox, h);
-        flush(h);
-        pthread_mutex_unlock(&h->lock);
-    } else {
-        bt_eventfd_wake(&h->wake_fd);
-    }
-}
-
 static void turn(struct rt_http *h)
 {
     struct epoll_event evs[128];
-    int ms = wait_ms(h), n;
+    int n = epoll_wait(h->epoll_fd, evs, BT_ARRAY_LEN(evs), wait_ms(h));
 
-    pthread_mutex_unlock(&h->lock);
-    n = epoll_wait(h->epoll_fd, evs, BT_ARRAY_LEN(evs), ms);
-    pthread_mutex_lock(&h->lock);
     h->now_ns = bt_now_ns();
     for (int i = 0; i < n; i++) {
         void *p = evs[i].data.ptr;
@@ -217,7 +190,6 @@ static void *http_main(void *p)
 {
     struct rt_http *h = p;
 
-    pthread_mutex_lock(&h->lock);
     while (!h->quit || (!bt_list_empty(&h->conns) && h->now_ns < h->quit_ns)) {
         turn(h);
     }
@@ -225,7 +197,6 @@ static void *http_main(void *p)
         rt_http_conn_close(BT_LIST_ENTRY(it, struct rt_http_conn, link));
     }
     settle(h);
-    pthread_mutex_unlock(&h->lock);
     return NULL;
 }
 
@@ -294,7 +265,7 @@ static int open_all(struct rt_http *h, struct bt_err *err)
     if (h->epoll_fd < 0 || getrandom(&h->id_seed, sizeof(h->id_seed), 0) < 0) {
         return BT_FAIL_SYS(err, BT_E_SYS, "http");
     }
-    bt_mailbox_init(&h->mailbox, rt_http_wake, h);
+    bt_mailbox_init(&h->mailbox, bt_eventfd_wake, &h->wake_fd);
     bt_mailbox_init(&h->read_box, bt_eventfd_wake, &h->wake_fd);
     if ((rc = rt_http_reader_start(h, err)) < 0 ||
         (rc = watch(h, h->wake_fd, &h->wake_fd, err)) < 0 ||
@@ -312,7 +283,6 @@ static void free_all(struct rt_http *h)
     close_listener(h);
     bt_close_fd(&h->wake_fd);
     bt_close_fd(&h->epoll_fd);
-    pthread_mutex_destroy(&h->lock);
     free(h);
 }
 
@@ -343,7 +313,6 @@ int rt_http_start(struct rt_router *r,
                           .drain_msg.handle = on_drain,
                           .drain_timer.fn = on_drain_deadline,
                           .now_ns = bt_now_ns()};
-    BT_BUG_ON(pthread_mutex_init(&h->lock, NULL) != 0);
     bt_list_init(&h->conns);
     bt_list_init(&h->dirty);
     bt_list_init(&h->idle);

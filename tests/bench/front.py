@@ -34,7 +34,7 @@ from wire import BUILD  # noqa: E402
 CASES = ("http", "grpc", "first-http", "first-grpc", "fresh", "long")
 PROMPT = 4000  # ids: no text, so nothing is tokenized
 EXTRA = ("router", "soak-http", "soak-grpc", "peers")
-SOAK_STEP_US = 100000
+SOAK_STEP_US = 200000
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -111,7 +111,7 @@ class Bench:
         """Of the router, or of what listens at target and consists of pids."""
         pids = [self.router_process.p.pid] if pids is None else pids
         p = self.start_load(kind, target, **more)
-        time.sleep(1)  # as long as the load warms up
+        time.sleep(more.get("warm", 1))  # as long as the load does not count
         begin, peak = sum(map(cpu_s, pids)), 0
         end = time.monotonic() + more["seconds"]
         while time.monotonic() < end:
@@ -217,7 +217,7 @@ class Bench:
         self.start(SOAK_STEP_US)
         pid, n = self.router_process.p.pid, self.o.soak_streams
         before, rss, held = fds(pid), [], []
-        p = self.start_load(kind, None, streams=n, seconds=60 * self.o.minutes, tokens=200, leave=50)
+        p = self.start_load(kind, None, streams=n, seconds=60 * self.o.minutes, tokens=100, leave=50)
         while p.poll() is None:
             time.sleep(1)
             rss.append(rss_mb(pid))
@@ -251,7 +251,7 @@ class Bench:
                                tokens=1, text=True)
             for name in PEERS:
                 peer = Peer(self.o.peers, name, worker.address, self.own)
-                at = {"target": peer.address, "pids": peer.pids(), "text": True}
+                at = {"target": peer.address, "pids": peer.pids(), "text": True, "warm": 4}
                 label = f"{name} {version(self.o.peers, name)}"
                 try:
                     best = max(best, self.tokens("http", label, **at)[-1])

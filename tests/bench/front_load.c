@@ -2,7 +2,7 @@
  * next, for so many seconds.
  *
  *   front_load http|grpc|node HOST:PORT [--streams N] [--seconds S] [--tokens M] [--prompt K]
- * [--fresh] [--text] [--leave N]
+ * [--fresh] [--text] [--leave N] [--warm S]
  *
  * node asks a node itself, one stream at a time: what there would be without a router. --fresh
  * makes a new connection for every request (http). --text sends words and a model's name instead of
@@ -10,9 +10,9 @@
  * answer, by closing its connection (http) or cancelling its call (grpc). Sockets are as the system
  * makes them: no TCP_NODELAY, no quick acknowledgements, the request's head and body in one write.
  * Prints one JSON object: requests and tokens that ended in the time, errors, time to the first
- * token of requests begun in it (ms), from the first byte sent to the first token seen; with gRPC
- * also from the sending of a token by the simulated node, which its id tells, until it was seen
- * (us). */
+ * token of requests begun in it (ms), from the first byte sent, or connecting, to the first token
+ * seen; with gRPC also from the sending of a token by the simulated node, which its id tells, until
+ * it was seen (us). */
 #include "common/base/buf.h"
 #include "common/rpc/client.h"
 #include "proto/baton.pb-c.h"
@@ -35,13 +35,13 @@
 static struct {
     const char *kind, *target;
     int streams, tokens, prompt;
-    double seconds;
+    double seconds, warm;
     int leave;
     bool fresh, text;
-} o = {.streams = 1, .tokens = 64, .prompt = 16, .seconds = 5};
+} o = {.streams = 1, .tokens = 64, .prompt = 16, .seconds = 5, .warm = 1};
 
 static struct {
-    uint64_t begin, end; /* what counts: the first second is for warming up */
+    uint64_t begin, end; /* what counts: before it the streams get going */
     uint64_t tokens, requests, errors, begun, left;
     double *first, *relay;
     size_t n_first, n_relay;
@@ -69,9 +69,9 @@ static int leaves_after(void)
 
 struct conn {
     int fd;
-    bool any;       /* a token has come */
-    int leave, n;   /* leaves after so many tokens, unless 0; tokens so far */
-    size_t matched; /* of the pattern that is looked for */
+    bool connecting, any; /* any: a token has come */
+    int leave, n;         /* leaves after so many tokens, unless 0; tokens so far */
+    size_t matched;       /* of the pattern that is looked for */
     size_t done;
     uint64_t begin;
 };
@@ -109,23 +109,45 @@ static void ask(struct conn *c)
     c->matched = c->done = 0;
     c->n = 0;
     c->leave = leaves_after();
-    c->begin = bt_now_ns();
     if (send(c->fd, request.p, request.n, MSG_NOSIGNAL) != (ssize_t)request.n) {
         seen.errors++;
     }
 }
 
+/* All at once, as clients come: who is not accepted yet waits for it without the others. */
 static void open_conn(struct conn *c)
 {
     struct epoll_event ev = {.events = EPOLLIN, .data.ptr = c};
 
-    c->fd = socket(AF_INET, SOCK_STREAM, 0);
-    if (c->fd < 0 || connect(c->fd, (struct sockaddr *)&address, sizeof(address)) < 0) {
-        fprintf(stderr, "front_load: %s: %s\n", o.target, strerror(errno));
+    c->begin = bt_now_ns();
+    c->fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
+    c->connecting = false;
+    if (c->fd >= 0 && connect(c->fd, (struct sockaddr *)&address, sizeof(address)) < 0) {
+        c->connecting = errno == EINPROGRESS;
+        ev.events = EPOLLOUT;
+        if (!c->connecting) {
+            fprintf(stderr, "front_load: %s: %s\n", o.target, strerror(errno));
+            exit(1);
+        }
+    }
+    BT_BUG_ON(c->fd < 0 || epoll_ctl(poller, EPOLL_CTL_ADD, c->fd, &ev) < 0);
+    if (!c->connecting) {
+        ask(c);
+    }
+}
+
+static void on_connected(struct conn *c)
+{
+    struct epoll_event ev = {.events = EPOLLIN, .data.ptr = c};
+    int error = 0;
+    socklen_t n = sizeof(error);
+
+    c->connecting = false;
+    epoll_ctl(poller, EPOLL_CTL_MOD, c->fd, &ev);
+    if (getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &error, &n) < 0 || error) {
+        fprintf(stderr, "front_load: %s: %s\n", o.target, strerror(error));
         exit(1);
     }
-    fcntl(c->fd, F_SETFL, O_NONBLOCK);
-    epoll_ctl(poller, EPOLL_CTL_ADD, c->fd, &ev);
     ask(c);
 }
 
@@ -157,8 +179,13 @@ static bool scan(struct conn *c, const char *p, size_t n)
 static void on_readable(struct conn *c)
 {
     static char buf[65536];
-    ssize_t n = recv(c->fd, buf, sizeof(buf), 0);
+    ssize_t n;
 
+    if (c->connecting) {
+        on_connected(c);
+        return;
+    }
+    n = recv(c->fd, buf, sizeof(buf), 0);
     if (n < 0 && errno == EAGAIN) {
         return;
     }
@@ -174,6 +201,7 @@ static void on_readable(struct conn *c)
             close(c->fd);
             open_conn(c);
         } else {
+            c->begin = bt_now_ns();
             ask(c);
         }
     } else if (c->leave > 0 && c->n >= c->leave) {
@@ -259,9 +287,10 @@ static void on_closed(struct bt_rpc_client_call *call, int status, const char *t
     struct call *c = bt_rpc_client_user(call);
     uint64_t now = bt_now_ns();
 
-    (void)text;
     if (status != BT_RPC_OK) {
-        seen.errors += !c->left;
+        if (!c->left && ++seen.errors == 1) {
+            fprintf(stderr, "front_load: %s: %s\n", bt_rpc_status_name(status), text);
+        }
     } else {
         seen.requests += counts(now);
     }
@@ -430,11 +459,15 @@ static double percentile(const double *v, size_t n, double p)
 
 static bool parse(int argc, char **argv)
 {
-    static const struct option options[] = {
-        {"streams", required_argument, NULL, 's'}, {"seconds", required_argument, NULL, 't'},
-        {"tokens", required_argument, NULL, 'n'},  {"prompt", required_argument, NULL, 'p'},
-        {"fresh", no_argument, NULL, 'f'},         {"text", no_argument, NULL, 'x'},
-        {"leave", required_argument, NULL, 'l'},   {0}};
+    static const struct option options[] = {{"streams", required_argument, NULL, 's'},
+                                            {"seconds", required_argument, NULL, 't'},
+                                            {"tokens", required_argument, NULL, 'n'},
+                                            {"prompt", required_argument, NULL, 'p'},
+                                            {"fresh", no_argument, NULL, 'f'},
+                                            {"text", no_argument, NULL, 'x'},
+                                            {"leave", required_argument, NULL, 'l'},
+                                            {"warm", required_argument, NULL, 'w'},
+                                            {0}};
     int opt;
 
     while ((opt = getopt_long(argc, argv, "", options, NULL)) != -1) {
@@ -453,6 +486,9 @@ static bool parse(int argc, char **argv)
             break;
         case 'f':
             o.fresh = true;
+            break;
+        case 'w':
+            o.warm = strtod(optarg, NULL);
             break;
         case 'x':
             o.text = true;
@@ -500,7 +536,7 @@ int main(int argc, char **argv)
     seen.first = calloc(MAX_TIMES, sizeof(*seen.first));
     seen.relay = calloc(MAX_TIMES, sizeof(*seen.relay));
     BT_BUG_ON(!seen.first || !seen.relay);
-    seen.begin = bt_now_ns() + BT_NS_PER_S;
+    seen.begin = bt_now_ns() + (uint64_t)(o.warm * 1e9);
     seen.end = seen.begin + (uint64_t)(o.seconds * 1e9);
     if (o.kind[0] == 'h') {
         run_http();
