@@ -102,9 +102,12 @@ def memory(c, node):
     """The pool's memory of a node, from the keeper's descriptor."""
     folder = pathlib.Path(f"/proc/{c.procs['keeper'].p.pid}/fd")
     for fd in folder.iterdir():
-        if os.readlink(fd).startswith(f"/memfd:baton-{node}-kv "):
-            with open(fd, "r+b") as f:
-                return mmap.mmap(f.fileno(), 0)
+        try:
+            if os.readlink(fd).startswith(f"/memfd:baton-{node}-kv "):
+                with open(fd, "r+b") as f:
+                    return mmap.mmap(f.fileno(), 0)
+        except FileNotFoundError:  # a connection that the keeper has just closed
+            pass
     raise AssertionError(f"no memory of {node}")
 
 
