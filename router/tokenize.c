@@ -3,17 +3,13 @@
  * it is owned by whoever has it. */
 #include "router/router_int.h"
 
-#include "common/thr/thread.h"
+#include "common/thr/worker.h"
 
-#include <poll.h>
 #include <stdlib.h>
 
 struct rt_tok_worker {
     struct rt_router *router;
-    struct bt_mailbox mailbox;
-    pthread_t thread;
-    int wake_fd;
-    bool quit;     /* atomic: set by stop before it wakes the thread */
+    struct bt_worker *thread;
     size_t n_jobs; /* loop thread */
 };
 
@@ -52,21 +48,6 @@ static void on_job(struct bt_msg *msg, void *worker)
     bt_loop_post(w->router->loop, &job->msg); /* the loop outlives this thread */
 }
 
-static void *worker_main(void *p)
-{
-    struct rt_tok_worker *w = p;
-    struct pollfd fd = {w->wake_fd, POLLIN, 0};
-
-    while (!__atomic_load_n(&w->quit, __ATOMIC_ACQUIRE)) { /* pairs with stop */
-        if (poll(&fd, 1, -1) > 0) {
-            bt_eventfd_clear(w->wake_fd);
-            bt_mailbox_drain(&w->mailbox, w);
-        }
-    }
-    bt_mailbox_drain(&w->mailbox, w);
-    return NULL;
-}
-
 int rt_tok_worker_start(struct rt_router *r, struct bt_err *err)
 {
     struct rt_tok_worker *w = bt_calloc(1, sizeof(*w));
@@ -76,19 +57,13 @@ int rt_tok_worker_start(struct rt_router *r, struct bt_err *err)
         return BT_FAIL(err, BT_E_NOMEM, "no memory for the tokenizer's thread");
     }
     w->router = r;
-    rc = bt_eventfd_create(&w->wake_fd, err);
-    if (rc == BT_OK) {
-        bt_mailbox_init(&w->mailbox, bt_eventfd_wake, &w->wake_fd);
-        rc = bt_thread_start(&w->thread, "tokenizer", worker_main, w, err);
-        if (rc == BT_OK) {
-            r->tok_worker = w;
-            return BT_OK;
-        }
-        bt_mailbox_fini(&w->mailbox);
-        bt_close_fd(&w->wake_fd);
+    rc = bt_worker_start("tokenizer", w, &w->thread, err);
+    if (rc < 0) {
+        free(w);
+        return rc;
     }
-    free(w);
-    return rc;
+    r->tok_worker = w;
+    return BT_OK;
 }
 
 void rt_tok_worker_stop(struct rt_tok_worker *w)
@@ -96,14 +71,10 @@ void rt_tok_worker_stop(struct rt_tok_worker *w)
     if (!w) {
         return;
     }
-    __atomic_store_n(&w->quit, true, __ATOMIC_RELEASE); /* pairs with worker_main */
-    bt_eventfd_wake(&w->wake_fd);
-    pthread_join(w->thread, NULL);
+    bt_worker_stop(w->thread);
     while (w->n_jobs > 0) { /* what came back last */
         bt_loop_poll(w->router->loop, BT_NEVER_NS);
     }
-    bt_mailbox_fini(&w->mailbox);
-    bt_close_fd(&w->wake_fd);
     free(w);
 }
 
@@ -158,6 +129,6 @@ int rt_tok_start(struct rt_router *r,
     job->user = in->user;
     w->n_jobs++;
     *ret_job = job;
-    bt_mailbox_push(&w->mailbox, &job->msg); /* never closed */
+    bt_worker_post(w->thread, &job->msg);
     return BT_OK;
 }

@@ -47,20 +47,6 @@ static int set_share(const struct ctl_args *a,
 
 /* --- nodes of the new version ---------------------------------------------------------------- */
 
-static bool contains(const json_t *names, const char *name)
-{
-    const json_t *v;
-    size_t i;
-
-    json_array_foreach(names, i, v)
-    {
-        if (strcmp(json_string_value(v), name) == 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
 /* How many of the canary's nodes are ready, and what they announce; *ret_mixed: not all the same,
  * or another node of the role does so too. */
 static size_t count_ready(const struct ctl_view *v,
@@ -72,7 +58,7 @@ static size_t count_ready(const struct ctl_view *v,
 
     *ret_mixed = NULL;
     for (size_t i = 0; i < v->n; i++) {
-        if (contains(c->names, v->nodes[i].name) && strcmp(v->nodes[i].state, "ready") == 0) {
+        if (ctl_is_among(c->names, v->nodes[i].name) && strcmp(v->nodes[i].state, "ready") == 0) {
             n++;
             snprintf(version, 64, "%s", v->nodes[i].version);
         }
@@ -81,7 +67,7 @@ static size_t count_ready(const struct ctl_view *v,
         const struct ctl_seen *s = &v->nodes[i];
 
         if (strcmp(s->role, c->role) == 0 && strcmp(s->state, "ready") == 0 &&
-            contains(c->names, s->name) != (strcmp(s->version, version) == 0)) {
+            ctl_is_among(c->names, s->name) != (strcmp(s->version, version) == 0)) {
             *ret_mixed = s->name;
         }
     }

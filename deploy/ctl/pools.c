@@ -127,6 +127,20 @@ int ctl_pools_drain(struct ctl_pools *p,
     return code;
 }
 
+bool ctl_is_among(const json_t *names, const char *name)
+{
+    const json_t *v;
+    size_t i;
+
+    json_array_foreach(names, i, v)
+    {
+        if (strcmp(json_string_value(v), name) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* --- what the router knows ------------------------------------------------------------------- */
 
 /* The first that is not as it should be, and how it is; NULL = none. */
@@ -157,20 +171,6 @@ odd_one(const struct ctl_view *v, const json_t *there, const json_t *gone, const
     return NULL;
 }
 
-static bool is_among(const json_t *names, const char *name)
-{
-    const json_t *v;
-    size_t i;
-
-    json_array_foreach(names, i, v)
-    {
-        if (strcmp(json_string_value(v), name) == 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
 /* A name may be given back at once: what has gone is there again then. */
 static json_t *without(const json_t *names, const json_t *others)
 {
@@ -180,7 +180,7 @@ static json_t *without(const json_t *names, const json_t *others)
 
     json_array_foreach(names, i, v)
     {
-        if (!is_among(others, json_string_value(v))) {
+        if (!ctl_is_among(others, json_string_value(v))) {
             json_array_append(list, (json_t *)(uintptr_t)v);
         }
     }

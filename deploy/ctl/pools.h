@@ -59,6 +59,9 @@ struct ctl_pools_ops {
     void (*close)(struct ctl_pools *p);
 };
 
+/* Whether an array of strings holds this one. */
+bool ctl_is_among(const json_t *names, const char *name);
+
 bool ctl_pools_is_kube(const struct ctl_args *a);
 /* The pools that the arguments mean. */
 int ctl_pools_open(const struct ctl_args *a, uint64_t deadline_ns, struct ctl_pools *ret);

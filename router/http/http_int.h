@@ -11,6 +11,7 @@
 
 #include "common/base/buf.h"
 #include "common/thr/thread.h"
+#include "common/thr/worker.h"
 #include "router/http/body.h"
 #include "router/http/http.h"
 #include "router/router_int.h"
@@ -185,8 +186,8 @@ struct rt_http {
     char address[300];
     pthread_t thread;
     int epoll_fd, wake_fd, listen_fd;
-    struct bt_mailbox mailbox, read_box; /* read_box: from the reader */
-    struct bt_sec *sec;                  /* the node's */
+    struct bt_mailbox mailbox;
+    struct bt_sec *sec; /* the node's */
 
     /* http */
     struct bt_list conns, dirty, idle, dead;
@@ -205,7 +206,7 @@ struct rt_http {
     void (*drained)(void *arg);
     void *drained_arg;
 
-    struct rt_http_reader *reader; /* read.c */
+    struct bt_worker *reader; /* read.c */
 
     size_t n_to_loop; /* messages on their way; atomic, pairs in rt_http_stop */
 };
@@ -255,9 +256,6 @@ const char *rt_http_code_of(int rc);
 const char *rt_http_reason(int status);
 
 /* read.c: bodies become specs, long ones on a thread of their own. */
-int rt_http_reader_start(struct rt_http *h, struct bt_err *err) BT_MUST_USE;
-/* What it still has comes by the mailbox first. NULL is fine. */
-void rt_http_reader_stop(struct rt_http_reader *r);
 /* Reads the body of the connection's request into ex->spec and calls `done`, now or later; not if
  * the exchange is over by then. *err is `done`'s to read. */
 typedef int (*rt_http_read_fn)(struct rt_http_ex *ex, struct bt_str body, struct bt_err *err);

@@ -2,22 +2,12 @@
  * milliseconds, goes to the thread "reader", so that nobody else's answer waits for it.
  *
  * A long body moves to its job, and the exchange is held (n_held) until the job is back: meanwhile
- * the reader alone touches ex->spec. Bytes of the body count as the connection's did. Jobs come
- * back through a mailbox of their own (read_box), in the order in which they went: that of the
- * events may be emptied by the loop. */
+ * the reader alone touches ex->spec. Bytes of the body count as the connection's did. */
 #include "router/http/http_int.h"
 
-#include <poll.h>
 #include <stdlib.h>
 
 #define READ_HERE 32768 /* bytes that are read in well under a millisecond */
-
-struct rt_http_reader {
-    struct bt_mailbox mailbox;
-    pthread_t thread;
-    int wake_fd;
-    bool quit; /* atomic: set by stop before it wakes the thread */
-};
 
 struct rt_http_read {
     struct bt_msg msg;
@@ -58,59 +48,7 @@ static void on_job(struct bt_msg *msg, void *reader)
 
     job->rc = job->read(job->ex, bt_buf_str(&job->body), &job->err);
     job->msg.handle = on_read;
-    bt_mailbox_push(&job->h->read_box, &job->msg); /* never closed while jobs are out */
-}
-
-static void *reader_main(void *p)
-{
-    struct rt_http_reader *r = p;
-    struct pollfd fd = {r->wake_fd, POLLIN, 0};
-
-    while (!__atomic_load_n(&r->quit, __ATOMIC_ACQUIRE)) { /* pairs with stop */
-        if (poll(&fd, 1, -1) > 0) {
-            bt_eventfd_clear(r->wake_fd);
-            bt_mailbox_drain(&r->mailbox, r);
-        }
-    }
-    bt_mailbox_drain(&r->mailbox, r);
-    return NULL;
-}
-
-int rt_http_reader_start(struct rt_http *h, struct bt_err *err)
-{
-    struct rt_http_reader *r = bt_calloc(1, sizeof(*r));
-    int rc = r ? BT_OK : BT_FAIL(err, BT_E_NOMEM, "no memory for the reader of bodies");
-
-    if (rc == BT_OK) {
-        rc = bt_eventfd_create(&r->wake_fd, err);
-    }
-    if (rc < 0) {
-        free(r);
-        return rc;
-    }
-    bt_mailbox_init(&r->mailbox, bt_eventfd_wake, &r->wake_fd);
-    rc = bt_thread_start(&r->thread, "reader", reader_main, r, err);
-    if (rc < 0) {
-        bt_mailbox_fini(&r->mailbox);
-        bt_close_fd(&r->wake_fd);
-        free(r);
-        return rc;
-    }
-    h->reader = r;
-    return BT_OK;
-}
-
-void rt_http_reader_stop(struct rt_http_reader *r)
-{
-    if (!r) {
-        return;
-    }
-    __atomic_store_n(&r->quit, true, __ATOMIC_RELEASE); /* pairs with reader_main */
-    bt_eventfd_wake(&r->wake_fd);
-    pthread_join(r->thread, NULL);
-    bt_mailbox_fini(&r->mailbox);
-    bt_close_fd(&r->wake_fd);
-    free(r);
+    bt_mailbox_push(&job->h->mailbox, &job->msg); /* never closed while jobs are out */
 }
 
 void rt_http_read(struct rt_http_ex *ex, rt_http_read_fn read, rt_http_read_done done)
@@ -131,5 +69,5 @@ void rt_http_read(struct rt_http_ex *ex, rt_http_read_fn read, rt_http_read_done
     c->body = (struct bt_buf){0};
     ex->n_held++;
     ex->reading = job;
-    bt_mailbox_push(&ex->h->reader->mailbox, &job->msg); /* never closed */
+    bt_worker_post(ex->h->reader, &job->msg);
 }

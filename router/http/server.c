@@ -171,7 +171,6 @@ static void turn(struct rt_http *h)
         if (p == &h->wake_fd) {
             bt_eventfd_clear(h->wake_fd);
             bt_mailbox_drain(&h->mailbox, h);
-            bt_mailbox_drain(&h->read_box, h);
         } else if (p == &h->listen_fd) {
             if (h->listen_fd >= 0) {
                 accept_all(h);
@@ -266,13 +265,11 @@ static int open_all(struct rt_http *h, struct bt_err *err)
         return BT_FAIL_SYS(err, BT_E_SYS, "http");
     }
     bt_mailbox_init(&h->mailbox, bt_eventfd_wake, &h->wake_fd);
-    bt_mailbox_init(&h->read_box, bt_eventfd_wake, &h->wake_fd);
-    if ((rc = rt_http_reader_start(h, err)) < 0 ||
+    if ((rc = bt_worker_start("reader", h, &h->reader, err)) < 0 ||
         (rc = watch(h, h->wake_fd, &h->wake_fd, err)) < 0 ||
         (rc = watch(h, h->listen_fd, &h->listen_fd, err)) < 0 ||
         (rc = bt_thread_start(&h->thread, "http", http_main, h, err)) < 0) {
-        rt_http_reader_stop(h->reader);
-        bt_mailbox_fini(&h->read_box);
+        bt_worker_stop(h->reader);
         bt_mailbox_fini(&h->mailbox);
     }
     return rc;
@@ -359,8 +356,7 @@ void rt_http_stop(struct rt_http *h)
     }
     bt_mailbox_push(&h->mailbox, &h->quit_msg);
     pthread_join(h->thread, NULL);
-    rt_http_reader_stop(h->reader); /* with what it has read last */
-    bt_mailbox_drain(&h->read_box, h);
+    bt_worker_stop(h->reader); /* what it has read last is in the mailbox */
     /* The thread's state is ours now. What it has posted is answered, and the answers are taken in
      * its place: they free the exchanges that nobody waits for any more. */
     for (;;) {
@@ -376,7 +372,6 @@ void rt_http_stop(struct rt_http *h)
     }
     settle(h);
     bt_timer_stop(loop, &h->drain_timer);
-    bt_mailbox_fini(&h->read_box);
     bt_mailbox_fini(&h->mailbox);
     free_all(h);
 }

@@ -5,6 +5,7 @@
 #include "common/mem/mem.h"
 #include "common/thr/mailbox.h"
 #include "common/thr/thread.h"
+#include "common/thr/worker.h"
 
 #include "tests/unit/cmocka.h"
 
@@ -175,6 +176,39 @@ static void test_mailbox(void **state)
     close(inbox.efd);
 }
 
+static struct bt_worker *worker;
+
+static void *post_all(void *arg)
+{
+    int p = (int)(intptr_t)arg;
+
+    for (int i = 0; i < NOTES; i++) {
+        notes[p][i] = (struct note){.producer = p, .seq = i + 1, .msg.handle = on_note};
+        bt_worker_post(worker, &notes[p][i].msg);
+    }
+    return NULL;
+}
+
+/* The same on a worker's thread; what was posted before stop is handled before it returns. */
+static void test_worker(void **state)
+{
+    pthread_t t[PRODUCERS];
+
+    inbox = (struct inbox){0};
+    assert_int_equal(bt_worker_start("worker", &inbox, &worker, NULL), BT_OK);
+    for (int i = 0; i < PRODUCERS; i++) {
+        assert_int_equal(bt_thread_start(&t[i], "producer", post_all, (void *)(intptr_t)i, NULL),
+                         BT_OK);
+    }
+    for (int i = 0; i < PRODUCERS; i++) {
+        pthread_join(t[i], NULL);
+    }
+    bt_worker_stop(worker);
+    assert_int_equal(inbox.n, PRODUCERS * NOTES);
+    assert_int_equal(inbox.disorder, 0);
+    bt_worker_stop(NULL);
+}
+
 static void test_mem(void **state)
 {
     struct bt_mem_region r;
@@ -218,10 +252,10 @@ static void test_mem_import(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_err),        cmocka_unit_test(test_buf),
-        cmocka_unit_test(test_list),       cmocka_unit_test(test_map),
-        cmocka_unit_test(test_mailbox),    cmocka_unit_test(test_mem),
-        cmocka_unit_test(test_mem_import),
+        cmocka_unit_test(test_err),     cmocka_unit_test(test_buf),
+        cmocka_unit_test(test_list),    cmocka_unit_test(test_map),
+        cmocka_unit_test(test_mailbox), cmocka_unit_test(test_worker),
+        cmocka_unit_test(test_mem),     cmocka_unit_test(test_mem_import),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
