@@ -378,8 +378,8 @@ def test_SEC_01_an_impostor_is_told_no_token(cluster, site, how):
     c = site.start(cluster, prefill=0, decode=0, redis=False, seeds=[node.address], wait=False)
     c.allow("event=node")
     if how == "right":  # so that the others fail for what is wrong with them
-        eventually(lambda: node.shown, 15, "a session")
-        assert node.shown[0] == f"Bearer {CLUSTER}" and node.hellos
+        eventually(lambda: node.hellos, 15, "a hello")
+        assert node.shown[0] == f"Bearer {CLUSTER}"
     else:
         eventually(lambda: any(n.reason for n in c.client.server().nodes), 15, "a reason")
         time.sleep(1)  # some attempts
