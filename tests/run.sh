@@ -39,11 +39,16 @@ cd "$ROOT_DIR" || exit 1
 results=$(mktemp -d "${TMPDIR:-/tmp}/baton-tests.XXXXXX")
 broken=0 # stages that could not even run
 
-# run_meson DIR SUITE...: the suites of one build; results as JUnit.
+# run_meson DIR SUITE...: the suites of one build, those of -SUITE left out; results as JUnit.
 run_meson() {
     local dir=$1 suites=() s
     shift
-    for s in "$@"; do suites+=(--suite "$s"); done
+    for s in "$@"; do
+        case $s in
+        -*) suites+=(--no-suite "${s#-}") ;;
+        *) suites+=(--suite "$s") ;;
+        esac
+    done
     BATON_TEST_PYTHON=$venv/bin/python \
         meson test -C "$dir" --no-rebuild --timeout-multiplier 5 --print-errorlogs --num-processes 2 "${suites[@]}"
     local rc=$?
@@ -75,27 +80,29 @@ stage_integ() {
     run_pytest integ build-debug tests/integ
 }
 
-# sanitized NAME FLAGS: unit, ops and fuzz corpora, then the marked integration tests.
+# sanitized NAME FLAGS SUITE...: these suites, then the marked integration tests.
 sanitized() {
-    step "building ($1)" build_tree "build-$1" --buildtype=debugoptimized -Db_sanitize="$2" \
+    local name=$1 flags=$2
+    shift 2
+    step "building ($name)" build_tree "build-$name" --buildtype=debugoptimized -Db_sanitize="$flags" \
         -Db_lundef=false || return 1
     local rc=0
-    BATON_TEST_MODEL=$MODEL_FILE run_meson "build-$1" unit ops fuzz || rc=1
-    run_pytest "integ-$1" "build-$1" -m sanitize tests/integ || rc=1
+    BATON_TEST_MODEL=$MODEL_FILE run_meson "build-$name" "$@" || rc=1
+    run_pytest "integ-$name" "build-$name" -m sanitize tests/integ || rc=1
     return $rc
 }
 
 stage_asan() {
     ASAN_OPTIONS=detect_leaks=1:abort_on_error=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
         LSAN_OPTIONS=suppressions=$ROOT_DIR/tests/data/lsan.supp:print_suppressions=0 \
-        sanitized asan address,undefined
+        sanitized asan address,undefined unit ops fuzz
 }
 
 stage_tsan() {
     # UCX's memory hooks run in a thread's exit, when the sanitizer has already let go of it.
     UCX_MEM_EVENTS=n \
         TSAN_OPTIONS=suppressions=$ROOT_DIR/tests/data/tsan.supp:halt_on_error=1 \
-        sanitized tsan thread
+        sanitized tsan thread unit ops -alone # long ones without threads
 }
 
 # Kernels on the card, then the same under compute-sanitizer where it is installed; its check for

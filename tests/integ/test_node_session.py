@@ -5,11 +5,13 @@ import threading
 import grpc
 import pytest
 
-from cluster import eventually
+from cluster import SANITIZED, eventually
 from wire import (LEG_DECODE, LEG_LOCAL, LEG_PREFILL, LENGTH, OPTIONS, NodeMessage, RouterMessage)
 
 pytestmark = pytest.mark.sanitize
 E_INVALID, E_CANCELLED, E_DEADLINE, E_EXHAUSTED, E_UNSUPPORTED, E_EXISTS = -1, -4, -5, -6, -7, -11
+
+LONG = 1000 if SANITIZED else 3000  # tokens: still running when something is done to others
 
 
 class Router:
@@ -157,12 +159,12 @@ def test_local_stream_and_resume(session):
 
 def test_second_start_with_an_id_in_use_is_refused_alone(session):
     r = session()
-    r.start(1, max_tokens=3000)
+    r.start(1, max_tokens=LONG)
     r.start(1, max_tokens=5)
     r.wait(lambda: any(o.HasField("error") for o in r.outputs.get(1, [])))
     err = [o.error for o in r.outputs[1] if o.HasField("error")]
     assert err[0].rc == E_EXISTS
-    r.whole(1, 3000)  # the first one goes on
+    r.whole(1, LONG)  # the first one goes on
 
 
 BAD = {
@@ -194,13 +196,13 @@ BAD = {
 
 def test_bad_starts_cost_themselves_alone(session):
     r = session()
-    r.start(1, max_tokens=3000)
+    r.start(1, max_tokens=LONG)
     for i, (name, kw) in enumerate(BAD.items(), 100):
         r.start(i, **kw)
         last = r.ended(i)
         assert last.error.rc == E_INVALID, name
         assert last.error.message and not last.error.retryable, name
-    r.whole(1, 3000)
+    r.whole(1, LONG)
     assert r.error is None
 
 
@@ -245,12 +247,12 @@ def test_a_router_of_the_version_before_is_served(session):
 @pytest.mark.parametrize("how", ["no hello", "second hello", "wire version", "no name", "long name"])
 def test_bad_session_is_ended(c, session, how):
     healthy = session(name="healthy")
-    healthy.start(1, max_tokens=3000)
+    healthy.start(1, max_tokens=LONG)
     r = session(hello=how == "second hello", name="bad")
     if how == "no hello":
         r.start(1)
     elif how == "second hello":
-        r.start(1, max_tokens=3000)
+        r.start(1, max_tokens=LONG)
         r.hello("bad")
     elif how == "wire version":
         r.hello("bad", wire_version=77)
@@ -258,7 +260,7 @@ def test_bad_session_is_ended(c, session, how):
         r.hello("" if how == "no name" else "x" * 200)
     r.wait(lambda: r.error)
     assert r.error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
-    healthy.whole(1, 3000)
+    healthy.whole(1, LONG)
 
 
 def test_end_of_a_session_cancels_its_streams(c, session):
