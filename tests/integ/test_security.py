@@ -403,6 +403,28 @@ def test_a_router_with_a_certificate_of_another_CA_is_not_let_in(cluster, site):
 def test_SEC_05_renegotiation_and_cut_handshakes(c, site):
     """New keys asked for in mid-connection (TLS 1.2), and handshakes that end after each of their records: nobody
     else notices."""
+    noticed, over = [], threading.Event()
+
+    def others():
+        while not over.wait(0.2):
+            try:
+                c.client.server()
+            except grpc.RpcError as e:
+                noticed.append(e)
+    other = threading.Thread(target=others)
+    other.start()
+    try:
+        cut_handshakes(c, site)
+    finally:
+        over.set()
+        other.join()
+    assert not noticed
+    assert c.client.generate(PROMPT, max_tokens=2).tokens
+    assert ask(https(site, c), "GET", "/v1/models")[0].status == 200
+    assert {n.state for n in c.client.server().nodes} == {"ready"}
+
+
+def cut_handshakes(c, site):
     http_port, grpc_port = c.procs["router"].ready["http"], c.procs["router"].address
     node_port = c.procs["decode-0"].address
     for address in (http_port, grpc_port, node_port):
@@ -431,9 +453,6 @@ def test_SEC_05_renegotiation_and_cut_handshakes(c, site):
                             s.sendall(flight[:-1 if _ == cut - 1 else None])  # the last one a byte short
                             if _ < cut - 1:
                                 incoming.write(s.recv(65536))
-    assert c.client.generate(PROMPT, max_tokens=2).tokens
-    assert ask(https(site, c), "GET", "/v1/models")[0].status == 200
-    assert {n.state for n in c.client.server().nodes} == {"ready"}
 
 
 def test_certificates_of_http_clients(cluster, site):
