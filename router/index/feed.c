@@ -216,6 +216,17 @@ static bool agrees(const struct rt_feed *f, const Baton__V1__NodeLoad *m)
     return true;
 }
 
+/* Those in several tiers counted as often. */
+static uint64_t n_blocks(const Baton__V1__NodeLoad *m)
+{
+    uint64_t n = 0;
+
+    for (size_t i = 0; i < m->n_tiers; i++) {
+        n += m->tiers[i]->blocks;
+    }
+    return n;
+}
+
 struct rt_feed_ask rt_feed_load(struct rt_feed *f, const Baton__V1__NodeLoad *m, uint64_t now_ns)
 {
     if (f->view == RT_VIEW_NONE) {
@@ -225,8 +236,14 @@ struct rt_feed_ask rt_feed_load(struct rt_feed *f, const Baton__V1__NodeLoad *m,
         f->gaps++;
         return ask(f, false, now_ns);
     }
-    /* What is behind our number is an older load, overtaken by events. */
-    if (m->cache_seq < f->seq || f->full || agrees(f, m)) {
+    if (m->cache_seq < f->seq) { /* an older load, overtaken by events */
+        return nothing;
+    }
+    if (agrees(f, m)) {
+        f->full = false;
+        return nothing;
+    }
+    if (f->full && n_blocks(m) > f->most) { /* it is known what is missing */
         return nothing;
     }
     f->drifts++;

@@ -42,7 +42,7 @@ void rt_feed_close(struct rt_feed *f); /* also one that is not open, if zeroed b
 void rt_feed_init(struct rt_feed *f);
 
 /* The view holds at most so many blocks. A node that has more is followed as far as that goes: what
- * is beyond is unknown (f->full), which is no drift. */
+ * is beyond is unknown (f->full), which is no drift until it would fit again. */
 void rt_feed_limit(struct rt_feed *f, uint64_t most);
 
 /* The first question of a session; state of an earlier session of the same life is kept. */
