@@ -3,6 +3,7 @@
 #include "deploy/ctl/show.h"
 
 #include "common/file/model.h"
+#include "common/mem/warm.h"
 
 #include <unistd.h>
 
@@ -13,24 +14,6 @@ struct fit {
     uint64_t weights, parameters, kv_token, workspace, memory, room;
     size_t n_tensors;
 };
-
-/* What the kernel says is available; 0 = not known. */
-static uint64_t available(void)
-{
-    char line[128];
-    FILE *f = fopen("/proc/meminfo", "r");
-    unsigned long long kib = 0;
-
-    while (f && fgets(line, sizeof(line), f)) {
-        if (sscanf(line, "MemAvailable: %llu kB", &kib) == 1) {
-            break;
-        }
-    }
-    if (f) {
-        fclose(f);
-    }
-    return kib * 1024;
-}
 
 /* Activations of a step of `batch` tokens: a few rows of each width, and the logits of those that
  * draw. */
@@ -57,7 +40,7 @@ static void measure(const struct ctl_args *a, const struct bt_model_file *mf, st
     f->kv_token =
         2 * (uint64_t)f->c->n_layers * (uint64_t)f->c->n_kv_heads * (uint64_t)f->c->head_dim * elem;
     f->workspace = workspace(f->c, 512);
-    f->memory = a->memory ? a->memory : available();
+    f->memory = a->memory ? a->memory : bt_mem_available(NULL);
     f->room = f->memory > f->weights + f->workspace ? f->memory - f->weights - f->workspace : 0;
 }
 

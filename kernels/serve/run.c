@@ -8,6 +8,7 @@
 
 #include "common/base/buf.h"
 #include "common/conf/value.h"
+#include "common/mem/warm.h"
 #include "common/obs/log.h"
 #include "common/thr/thread.h"
 #include "common/thr/time.h"
@@ -472,6 +473,26 @@ static int start(struct kn_serve *s, struct bt_rpc_service *service, struct bt_e
     return BT_EXIT_OK;
 }
 
+/* Memory that the host has given and nobody has touched. Not worth failing for. */
+static void start_warming(struct kn_serve *s)
+{
+    const struct bt_mem_region *of[] = {kv_pool_region(kn_engine_pool(s->engine)),
+                                        s->tiers ? kv_tiers_region(s->tiers) : NULL};
+    struct bt_warm_range ranges[BT_ARRAY_LEN(of)] = {0};
+    struct bt_err err = {0};
+    int rc;
+
+    for (size_t i = 0; i < BT_ARRAY_LEN(of); i++) {
+        if (of[i] && of[i]->ops->kind == BT_MEM_HOST) {
+            ranges[i] = (struct bt_warm_range){of[i]->base, of[i]->bytes};
+        }
+    }
+    rc = bt_warm_start(ranges, BT_ARRAY_LEN(ranges), &s->warm, &err);
+    if (rc < 0) {
+        BT_WARN("not_warmed", "msg=\"%s\"", bt_err_msg(&err, rc));
+    }
+}
+
 static int serve(struct kn_serve *s, struct bt_err *err)
 {
     struct bt_node_addr addrs[] = {{"listen", s->self.grpc_addr}, {"net", s->self.net_addr}};
@@ -483,6 +504,9 @@ static int serve(struct kn_serve *s, struct bt_err *err)
     rc = bt_node_ready(s->node, addrs, s->handoff ? 2 : 1, err);
     if (rc < 0) {
         return bt_node_fail(BT_EXIT_OTHER, rc, err);
+    }
+    if (s->conf->warm) {
+        start_warming(s);
     }
     bt_node_on_stop(s->node, ask_stop, s);
     bt_loop_run(s->loop);
@@ -496,6 +520,7 @@ static bool stop(struct kn_serve *s)
     struct bt_list left, *it;
     bool clean;
 
+    bt_warm_stop(s->warm);
     bt_registry_destroy(s->registry);
     bt_rpc_server_destroy(s->server);
     bt_reflection_destroy(s->reflection);

@@ -29,7 +29,7 @@ struct kn_serve_conf {
     int isa, kv_dtype, bring; /* kn_serve_isas, kn_serve_kv_dtypes, kn_serve_brings */
     int device;               /* kn_serve_devices */
     int numerics;             /* kn_serve_numerics */
-    bool prefix_cache, profile;
+    bool prefix_cache, profile, warm;
     uint64_t pool_bytes, max_queued_bytes;
     char *keeper_socket;
     uint64_t keeper_wait_ns;
@@ -98,6 +98,9 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
                     "Tokens of a block, the unit of reuse; a multiple of engine.page_tokens."),    \
         BT_CONF_BYTES(S, f.pool_bytes, "engine.pool_bytes", "512M", 65536, INT64_C(1) << 46,       \
                       "Memory of the KV pool."),                                                   \
+        BT_CONF_BOOL(S, f.warm, "engine.warm", "on",                                               \
+                     "Touch the memory of pool and tiers after the start, so that no request "     \
+                     "waits for its first use; off: memory is taken as it is needed."),            \
         BT_CONF_STR(S, f.keeper_socket, "keeper.socket", "", 107,                                  \
                     "Socket of baton-keeper: the KV pool outlives this process; empty = none."),   \
         BT_CONF_DURATION(S, f.keeper_wait_ns, "keeper.wait", "10s", 0, 3600000,                    \

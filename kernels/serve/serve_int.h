@@ -35,6 +35,7 @@ struct kn_serve {
     uint8_t model_digest[32], kv_format[32];
     struct kv_keeper *keeper; /* NULL = none */
     struct kn_engine *engine;
+    struct bt_warm *warm;     /* NULL = off */
     struct kv_tiers *tiers;   /* NULL = none configured */
     struct kn_flush *flush;   /* under way, NULL = none */
     struct kv_server *blocks; /* NULL = not part of the KV store; so are the next two */

@@ -1,0 +1,145 @@
+/* Faulting memory in. Thread "warm" holds the address space's lock for a piece at a time, so a
+ * piece is short: whoever maps something waits for no more than that. */
+#include "common/mem/warm.h"
+
+#include "common/base/buf.h"
+#include "common/obs/log.h"
+#include "common/thr/thread.h"
+
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#ifndef MADV_POPULATE_WRITE /* Linux 5.14; the headers of older C libraries lack it */
+#define MADV_POPULATE_WRITE 23
+#endif
+
+#define PIECE      ((size_t)1 << 20)
+#define LOOK_EVERY 64 /* pieces between two looks at what is available */
+#define SCARCE     16 /* at least one part in so many stays available */
+
+struct bt_warm {
+    struct bt_warm_range ranges[BT_WARM_RANGES];
+    pthread_t thread;
+    atomic_bool stop;
+};
+
+/* The number of bytes in a file of the control group; UINT64_MAX = "max", or there is none. */
+static uint64_t group_bytes(const char *path)
+{
+    unsigned long long n = 0;
+    FILE *f = fopen(path, "re");
+    bool known = f && fscanf(f, "%llu", &n) == 1;
+
+    if (f) {
+        fclose(f);
+    }
+    return known ? n : UINT64_MAX;
+}
+
+uint64_t bt_mem_available(uint64_t *ret_total)
+{
+    uint64_t limit = group_bytes("/sys/fs/cgroup/memory.max");
+    uint64_t used = group_bytes("/sys/fs/cgroup/memory.current");
+    unsigned long long kib, total = 0, available = 0;
+    char line[128];
+    FILE *f = fopen("/proc/meminfo", "re");
+
+    while (f && fgets(line, sizeof(line), f)) {
+        if (sscanf(line, "MemTotal: %llu kB", &kib) == 1) {
+            total = kib * 1024;
+        } else if (sscanf(line, "MemAvailable: %llu kB", &kib) == 1) {
+            available = kib * 1024;
+        }
+    }
+    if (f) {
+        fclose(f);
+    }
+    if (limit < total && used != UINT64_MAX) {
+        total = limit;
+        available = BT_MIN(available, limit > used ? limit - used : 0);
+    }
+    if (ret_total) {
+        *ret_total = total;
+    }
+    return available;
+}
+
+static bool scarce(void)
+{
+    uint64_t total, available = bt_mem_available(&total);
+
+    return total > 0 && available < total / SCARCE;
+}
+
+/* False: this kernel cannot, or there is no memory for it. */
+static bool touch(char *base, size_t bytes)
+{
+    return madvise(base, bytes, MADV_POPULATE_WRITE) == 0;
+}
+
+static void *run(void *arg)
+{
+    struct bt_warm *w = arg;
+    size_t done = 0;
+
+    bt_thread_background();
+    for (int i = 0; i < BT_WARM_RANGES; i++) {
+        const struct bt_warm_range *r = &w->ranges[i];
+
+        for (size_t at = 0; at < r->bytes; at += PIECE) {
+            if (atomic_load_explicit(&w->stop, memory_order_relaxed)) {
+                return NULL;
+            }
+            if ((done++ % LOOK_EVERY == 0 && scarce()) ||
+                !touch((char *)r->base + at, BT_MIN(PIECE, r->bytes - at))) {
+                BT_INFO("not_warmed",
+                        "range=%d at=%zu of=%zu msg=\"memory is short, or the kernel "
+                        "older than 5.14\"",
+                        i, at, r->bytes);
+                return NULL;
+            }
+        }
+    }
+    return NULL;
+}
+
+int bt_warm_start(const struct bt_warm_range *ranges,
+                  size_t n,
+                  struct bt_warm **ret_warm,
+                  struct bt_err *err)
+{
+    struct bt_warm *w = bt_calloc(1, sizeof(*w));
+    int rc;
+
+    if (!w) {
+        return BT_FAIL(err, BT_E_NOMEM, "warming memory: out of memory");
+    }
+    for (size_t i = 0; i < n && i < BT_WARM_RANGES; i++) {
+        w->ranges[i] = ranges[i].base ? ranges[i] : (struct bt_warm_range){0};
+    }
+    rc = bt_thread_start(&w->thread, "warm", run, w, err);
+    if (rc < 0) {
+        free(w);
+        return rc;
+    }
+    *ret_warm = w;
+    return BT_OK;
+}
+
+void bt_warm_stop(struct bt_warm *w)
+{
+    if (w) {
+        atomic_store(&w->stop, true);
+        pthread_join(w->thread, NULL);
+        free(w);
+    }
+}
+
+void bt_warm_now(const struct bt_warm_range *r)
+{
+    if (r->base) {
+        touch(r->base, r->bytes);
+    }
+}
