@@ -17,10 +17,11 @@
 
 #define PIECE      ((size_t)1 << 20)
 #define LOOK_EVERY 64 /* pieces between two looks at what is available */
-#define SCARCE     16 /* at least one part in so many stays available */
+#define SCARCE     8  /* at least one part in so many stays available */
 
 struct bt_warm {
-    struct bt_warm_range ranges[BT_WARM_RANGES];
+    char *base;
+    size_t bytes;
     pthread_t thread;
     atomic_bool stop;
 };
@@ -74,7 +75,7 @@ static bool scarce(void)
 }
 
 /* False: this kernel cannot, or there is no memory for it. */
-static bool touch(char *base, size_t bytes)
+static bool touch(void *base, size_t bytes)
 {
     return madvise(base, bytes, MADV_POPULATE_WRITE) == 0;
 }
@@ -82,33 +83,23 @@ static bool touch(char *base, size_t bytes)
 static void *run(void *arg)
 {
     struct bt_warm *w = arg;
-    size_t done = 0;
 
     bt_thread_background();
-    for (int i = 0; i < BT_WARM_RANGES; i++) {
-        const struct bt_warm_range *r = &w->ranges[i];
+    for (size_t i = 0; i * PIECE < w->bytes && !atomic_load(&w->stop); i++) {
+        size_t at = i * PIECE;
 
-        for (size_t at = 0; at < r->bytes; at += PIECE) {
-            if (atomic_load_explicit(&w->stop, memory_order_relaxed)) {
-                return NULL;
-            }
-            if ((done++ % LOOK_EVERY == 0 && scarce()) ||
-                !touch((char *)r->base + at, BT_MIN(PIECE, r->bytes - at))) {
-                BT_INFO("not_warmed",
-                        "range=%d at=%zu of=%zu msg=\"memory is short, or the kernel "
-                        "older than 5.14\"",
-                        i, at, r->bytes);
-                return NULL;
-            }
+        if ((i % LOOK_EVERY == 0 && scarce()) ||
+            !touch(w->base + at, BT_MIN(PIECE, w->bytes - at))) {
+            BT_INFO("not_warmed",
+                    "at=%zu of=%zu msg=\"memory is short, or the kernel before 5.14\"", at,
+                    w->bytes);
+            break;
         }
     }
     return NULL;
 }
 
-int bt_warm_start(const struct bt_warm_range *ranges,
-                  size_t n,
-                  struct bt_warm **ret_warm,
-                  struct bt_err *err)
+int bt_warm_start(void *base, size_t bytes, struct bt_warm **ret_warm, struct bt_err *err)
 {
     struct bt_warm *w = bt_calloc(1, sizeof(*w));
     int rc;
@@ -116,9 +107,8 @@ int bt_warm_start(const struct bt_warm_range *ranges,
     if (!w) {
         return BT_FAIL(err, BT_E_NOMEM, "warming memory: out of memory");
     }
-    for (size_t i = 0; i < n && i < BT_WARM_RANGES; i++) {
-        w->ranges[i] = ranges[i].base ? ranges[i] : (struct bt_warm_range){0};
-    }
+    w->base = base;
+    w->bytes = bytes;
     rc = bt_thread_start(&w->thread, "warm", run, w, err);
     if (rc < 0) {
         free(w);
@@ -137,9 +127,7 @@ void bt_warm_stop(struct bt_warm *w)
     }
 }
 
-void bt_warm_now(const struct bt_warm_range *r)
+void bt_warm_now(void *base, size_t bytes)
 {
-    if (r->base) {
-        touch(r->base, r->bytes);
-    }
+    touch(base, bytes);
 }

@@ -9,27 +9,18 @@
 
 #include "common/base/rc.h"
 
-#define BT_WARM_RANGES 4
-
-struct bt_warm_range {
-    void *base; /* page-aligned, mapped until bt_warm_stop; NULL: the range is empty */
-    size_t bytes;
-};
-
 struct bt_warm;
 
-/* Starts thread "warm", which touches at most BT_WARM_RANGES ranges (copied), the first one first.
- * It ends early, and says so in the log, where the system's memory would get scarce: less than a
- * sixteenth of it available. BT_E_NOMEM, BT_E_SYS. */
-int bt_warm_start(const struct bt_warm_range *ranges,
-                  size_t n,
-                  struct bt_warm **ret_warm,
-                  struct bt_err *err) BT_MUST_USE;
+/* Starts thread "warm", which touches the pages of [base, base + bytes): page-aligned, mapped until
+ * bt_warm_stop. It ends early, and says so in the log, where the system's memory would get scarce:
+ * less than an eighth of it available. BT_E_NOMEM, BT_E_SYS. */
+int bt_warm_start(void *base, size_t bytes, struct bt_warm **ret_warm, struct bt_err *err)
+    BT_MUST_USE;
 /* Ends the thread within a piece of 1 MiB. Any thread, once. NULL is fine. */
 void bt_warm_stop(struct bt_warm *w);
 
-/* The same for a range, at once, on the caller's thread: for what is small. */
-void bt_warm_now(const struct bt_warm_range *r);
+/* The same at once, on the caller's thread: for what is small. */
+void bt_warm_now(void *base, size_t bytes);
 
 /* Bytes that the system can still give, and all it has, within the limit of the control group;
  * 0 = not known. Any thread. */

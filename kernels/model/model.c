@@ -114,7 +114,7 @@ static int alloc_work(struct kn_model *m, struct bt_err *err)
         return BT_FAIL_SYS(err, BT_E_NOMEM, "model workspace: %zu bytes", bytes);
     }
     madvise(p, bytes, MADV_HUGEPAGE); /* a wish */
-    bt_warm_now(&(struct bt_warm_range){p, bytes});
+    bt_warm_now(p, bytes);
     m->work = p;
     m->work_bytes = bytes;
     lay_out(m, p);

@@ -473,21 +473,13 @@ static int start(struct kn_serve *s, struct bt_rpc_service *service, struct bt_e
     return BT_EXIT_OK;
 }
 
-/* Memory that the host has given and nobody has touched. Not worth failing for. */
+/* The pool's memory that nobody has touched. Not worth failing for. */
 static void start_warming(struct kn_serve *s)
 {
-    const struct bt_mem_region *of[] = {kv_pool_region(kn_engine_pool(s->engine)),
-                                        s->tiers ? kv_tiers_region(s->tiers) : NULL};
-    struct bt_warm_range ranges[BT_ARRAY_LEN(of)] = {0};
+    const struct bt_mem_region *r = kv_pool_region(kn_engine_pool(s->engine));
     struct bt_err err = {0};
-    int rc;
+    int rc = r->ops->kind == BT_MEM_HOST ? bt_warm_start(r->base, r->bytes, &s->warm, &err) : BT_OK;
 
-    for (size_t i = 0; i < BT_ARRAY_LEN(of); i++) {
-        if (of[i] && of[i]->ops->kind == BT_MEM_HOST) {
-            ranges[i] = (struct bt_warm_range){of[i]->base, of[i]->bytes};
-        }
-    }
-    rc = bt_warm_start(ranges, BT_ARRAY_LEN(ranges), &s->warm, &err);
     if (rc < 0) {
         BT_WARN("not_warmed", "msg=\"%s\"", bt_err_msg(&err, rc));
     }
