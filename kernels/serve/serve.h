@@ -99,7 +99,7 @@ extern const char *const kn_serve_kv_dtypes[]; /* in the order of enum kv_dtype 
         BT_CONF_BYTES(S, f.pool_bytes, "engine.pool_bytes", "512M", 65536, INT64_C(1) << 46,       \
                       "Memory of the KV pool."),                                                   \
         BT_CONF_BOOL(S, f.warm, "engine.warm", "on",                                               \
-                     "Touch the memory of the pool after the start, so that no request "           \
+                     "Touch shared memory of pool and tiers after the start, so that no request "  \
                      "waits for its first use; off: memory is taken as it is needed."),            \
         BT_CONF_STR(S, f.keeper_socket, "keeper.socket", "", 107,                                  \
                     "Socket of baton-keeper: the KV pool outlives this process; empty = none."),   \

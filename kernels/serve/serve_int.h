@@ -35,9 +35,9 @@ struct kn_serve {
     uint8_t model_digest[32], kv_format[32];
     struct kv_keeper *keeper; /* NULL = none */
     struct kn_engine *engine;
-    struct bt_warm *warm;     /* NULL = off */
-    struct kv_tiers *tiers;   /* NULL = none configured */
-    struct kn_flush *flush;   /* under way, NULL = none */
+    struct bt_warm *warm_pool, *warm_tiers; /* NULL = off */
+    struct kv_tiers *tiers;                 /* NULL = none configured */
+    struct kn_flush *flush;                 /* under way, NULL = none */
     struct kv_server *blocks; /* NULL = not part of the KV store; so are the next two */
     struct kv_client *store;
     struct bt_blockmap *blockmap; /* guarded by the lock where the tiers' thread uses it */
