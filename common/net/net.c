@@ -24,6 +24,7 @@
 #define GATE_POLL_NS   BT_NS_PER_MS /* while busy; asleep it wakes us */
 #define DEFAULT_MAX    (1u << 20)
 #define STOP_NS        (10 * BT_NS_PER_S)
+#define STALL_NS       (1 * BT_NS_PER_S) /* a thread that is so late was stopped */
 
 static bool is_auto(const struct bt_net *net)
 {
@@ -85,6 +86,31 @@ static bool run_timers(struct bt_net *net, uint64_t now)
     return any;
 }
 
+/* The thread did not run for STALL_NS and `ns` more: the machine or the process was stopped, or a
+ * handler took long. Nobody could be heard meanwhile, so what is beyond STALL_NS counts for no
+ * deadline: else whoever was stopped would take all others for silent. */
+static void forgive(struct bt_net *net, uint64_t ns)
+{
+    BT_WARN("net_stall", "ms=%llu", (unsigned long long)(ns / BT_NS_PER_MS));
+    net->stalled_ns += ns;
+    bt_list_for_each (it, &net->timers) {
+        struct bt_net_timer *t = BT_LIST_ENTRY(it, struct bt_net_timer, link);
+
+        if (t->deadline_ns > 0) { /* 0: at once */
+            t->deadline_ns += ns;
+        }
+    }
+}
+
+uint64_t bt_net_clock_ns(const struct bt_net *net)
+{
+    /* What is beyond it is in stalled_ns when the loop comes round. */
+    uint64_t now = bt_now_ns();
+    bool late = now > net->due_ns && now - net->due_ns > STALL_NS;
+
+    return (late ? net->due_ns + STALL_NS : now) - net->stalled_ns;
+}
+
 /* ---- the thread ---- */
 
 static void sleep_until_event(struct bt_net *net)
@@ -105,6 +131,9 @@ static void sleep_until_event(struct bt_net *net)
 
         ts = (struct timespec){(time_t)(d / BT_NS_PER_S), (long)(d % BT_NS_PER_S)};
         timeout = &ts;
+        net->due_ns = now + d;
+    } else {
+        net->due_ns = BT_NEVER_NS;
     }
     if (ppoll(fds, 3, timeout, NULL) > 0) {
         if (fds[1].revents & POLLIN) {
@@ -127,6 +156,7 @@ static void loop(struct bt_net *net)
 {
     uint64_t busy_at = bt_now_ns(), give_up = BT_NEVER_NS;
 
+    net->due_ns = busy_at;
     for (;;) {
         bool busy = false;
         uint64_t now;
@@ -136,6 +166,10 @@ static void loop(struct bt_net *net)
         }
         busy |= bt_mailbox_drain(&net->mailbox, net) > 0;
         now = bt_now_ns();
+        if (now > net->due_ns && now - net->due_ns > STALL_NS) {
+            forgive(net, now - net->due_ns - STALL_NS);
+        }
+        net->due_ns = now;
         busy |= run_timers(net, now);
         if (net->gated && (net->n_handshakes > 0 || now - net->gate_polled_ns > GATE_POLL_NS)) {
             net->gate_polled_ns = now;

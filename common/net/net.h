@@ -65,9 +65,12 @@ struct bt_net_timer {
     uint64_t deadline_ns;
     void (*fn)(struct bt_net_timer *t);
 };
-/* [xfer] Restarting moves the deadline; stop is safe when not started. */
+/* [xfer] Restarting moves the deadline; stop is safe when not started. Deadlines are put off by the
+ * time for which the thread did not run at all (the process was stopped), once that is a second. */
 void bt_net_timer_start(struct bt_net *net, struct bt_net_timer *t, uint64_t deadline_ns);
 void bt_net_timer_stop(struct bt_net_timer *t);
+/* [xfer] The clock without such times: what the silence of others is measured by. */
+uint64_t bt_net_clock_ns(const struct bt_net *net);
 
 /* [xfer] Connects; never blocks, so the host must be numeric (or "localhost"). Failure to reach
  * shows as `closed`. */

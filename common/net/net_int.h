@@ -142,6 +142,8 @@ struct bt_net {
     struct bt_list peers;  /* struct bt_net_peer.link */
     struct bt_list dying;  /* struct bt_net_peer.dying_link */
     struct bt_list timers; /* by deadline */
+    uint64_t due_ns;       /* when the loop comes round at the latest */
+    uint64_t stalled_ns;   /* by so much it did not, all in all */
     struct bt_list mems;
     struct bt_list free_ops;
     uint32_t n_free_ops, n_peers;

@@ -88,7 +88,7 @@ struct kv_peer {
     size_t key_bytes;
     struct bt_net_rkey *rkey; /* of their pool; made when first needed */
     uint8_t their_method;     /* forced by them, or WIRE_HANDOFF_NO_METHOD */
-    uint64_t last_in_ns;
+    uint64_t last_in_ns;      /* on the net's clock */
     struct bt_net_timer tick;
     struct bt_list sends, recvs; /* bound to it */
     size_t out_bytes;            /* DATA and puts that UCX has not completed */

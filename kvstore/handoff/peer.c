@@ -279,7 +279,7 @@ static void on_tick(struct bt_net_timer *t)
 {
     struct kv_peer *p = BT_CONTAINER_OF(t, struct kv_peer, tick);
     struct wire_handoff ping = {.type = WIRE_HANDOFF_PING};
-    uint64_t now = bt_now_ns();
+    uint64_t now = bt_net_clock_ns(p->h->net);
 
     t->deadline_ns = BT_NEVER_NS;
     if (p->closing) {
@@ -297,7 +297,7 @@ static void on_tick(struct bt_net_timer *t)
         kv_peer_close(p, BT_E_PEER_LOST, "the peer is silent");
         return;
     }
-    bt_net_timer_start(p->h->net, t, now + p->h->cfg.silence_ns / 4);
+    bt_net_timer_start(p->h->net, t, bt_deadline_ns(p->h->cfg.silence_ns / 4));
     if (p->greeted) {
         kv_peer_send(p, &ping, (struct bt_str){0});
     }
@@ -306,8 +306,8 @@ static void on_tick(struct bt_net_timer *t)
 void kv_peer_watch(struct kv_peer *p)
 {
     if (p->tick.deadline_ns == BT_NEVER_NS) {
-        p->last_in_ns = bt_now_ns();
-        bt_net_timer_start(p->h->net, &p->tick, p->last_in_ns + p->h->cfg.silence_ns / 4);
+        p->last_in_ns = bt_net_clock_ns(p->h->net);
+        bt_net_timer_start(p->h->net, &p->tick, bt_deadline_ns(p->h->cfg.silence_ns / 4));
     }
 }
 
@@ -498,7 +498,7 @@ static void on_message(void *arg, struct bt_net_peer *net, struct bt_str head, s
     if (!p || p->closing) {
         return;
     }
-    p->last_in_ns = bt_now_ns();
+    p->last_in_ns = bt_net_clock_ns(p->h->net);
     rc = wire_handoff_unpack(head, &m, &err);
     if (rc == BT_E_INCOMPATIBLE) {
         refuse(p, rc, err.msg);

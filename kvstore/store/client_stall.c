@@ -24,7 +24,7 @@ struct kv_link *kv_client_dial_holder(struct kv_client *c, const struct bt_membe
     if (s->stalled || bt_list_empty(&s->fetches)) {
         s->stalled = false;
         s->n_quiet = 0;
-        s->look_ns = bt_now_ns();
+        s->look_ns = bt_net_clock_ns(c->links.net);
     }
     if (c->watch.deadline_ns == BT_NEVER_NS) {
         bt_net_timer_start(c->links.net, &c->watch, bt_deadline_ns(c->cfg.stall_ns / QUIET_LOOKS));
@@ -88,7 +88,7 @@ void kv_client_on_watch(struct bt_net_timer *t)
 {
     struct kv_client *c = BT_CONTAINER_OF(t, struct kv_client, watch);
     struct wire_store ping = {.type = WIRE_STORE_PING};
-    uint64_t now = bt_now_ns();
+    uint64_t now = bt_net_clock_ns(c->links.net);
     bool busy = false;
 
     t->deadline_ns = BT_NEVER_NS;
@@ -109,6 +109,6 @@ void kv_client_on_watch(struct bt_net_timer *t)
         }
     }
     if (busy && t->deadline_ns == BT_NEVER_NS) {
-        bt_net_timer_start(c->links.net, t, now + c->cfg.stall_ns / QUIET_LOOKS);
+        bt_net_timer_start(c->links.net, t, bt_deadline_ns(c->cfg.stall_ns / QUIET_LOOKS));
     }
 }

@@ -170,7 +170,7 @@ static void on_tick(struct bt_net_timer *t)
     struct kv_link *l = BT_CONTAINER_OF(t, struct kv_link, tick);
     struct kv_links *ls = l->links;
     struct wire_store ping = {.type = WIRE_STORE_PING};
-    uint64_t now = bt_now_ns();
+    uint64_t now = bt_net_clock_ns(ls->net);
 
     t->deadline_ns = BT_NEVER_NS;
     if (l->closing) {
@@ -187,7 +187,7 @@ static void on_tick(struct bt_net_timer *t)
         kv_link_close(l, BT_E_PEER_LOST, "the peer is silent");
         return;
     }
-    bt_net_timer_start(ls->net, t, now + ls->cfg.silence_ns / 4);
+    bt_net_timer_start(ls->net, t, bt_deadline_ns(ls->cfg.silence_ns / 4));
     if (l->greeted) {
         kv_link_send(l, &ping, (struct bt_str){0});
     }
@@ -196,8 +196,8 @@ static void on_tick(struct bt_net_timer *t)
 void kv_link_watch(struct kv_link *l)
 {
     if (l->tick.deadline_ns == BT_NEVER_NS) {
-        l->last_in_ns = bt_now_ns();
-        bt_net_timer_start(l->links->net, &l->tick, l->last_in_ns + l->links->cfg.silence_ns / 4);
+        l->last_in_ns = bt_net_clock_ns(l->links->net);
+        bt_net_timer_start(l->links->net, &l->tick, bt_deadline_ns(l->links->cfg.silence_ns / 4));
     }
 }
 
@@ -322,7 +322,7 @@ static void on_message(void *arg, struct bt_net_peer *net, struct bt_str head, s
     if (!l || l->closing) {
         return;
     }
-    l->last_in_ns = bt_now_ns();
+    l->last_in_ns = bt_net_clock_ns(l->links->net);
     rc = wire_store_unpack(head, &m, &err);
     if (rc == BT_E_INCOMPATIBLE) {
         refuse(l, rc, err.msg);

@@ -48,7 +48,7 @@ struct kv_link {
     size_t key_bytes;
     struct bt_net_rkey *rkey; /* made when first needed */
     uint8_t their_method;     /* forced by them, or WIRE_STORE_NO_METHOD */
-    uint64_t last_in_ns;
+    uint64_t last_in_ns;      /* on the net's clock */
     struct bt_net_timer tick;
     size_t out_bytes; /* DATA that is not out */
     void *user;       /* whose `closed` frees it */

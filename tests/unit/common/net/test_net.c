@@ -681,6 +681,43 @@ static void test_timers(void **state)
     bt_net_destroy(a.net);
 }
 
+struct stall {
+    struct bt_net_timer timer;
+    struct side *s;
+    uint64_t end_ns, rang_ns; /* when it should, and did: on the net's clock, which stood still */
+};
+
+static void on_stall_timer(struct bt_net_timer *t)
+{
+    struct stall *k = BT_CONTAINER_OF(t, struct stall, timer);
+
+    k->rang_ns = bt_net_clock_ns(k->s->net);
+    INC(k->s->done);
+}
+
+static void do_stall(void *arg)
+{
+    struct stall *k = arg;
+
+    k->timer.fn = on_stall_timer;
+    k->end_ns = bt_net_clock_ns(k->s->net) + 2 * BT_NS_PER_S;
+    bt_net_timer_start(k->s->net, &k->timer, bt_deadline_ns(2 * BT_NS_PER_S));
+    sleep(3); /* as if the process were stopped */
+}
+
+/* Time for which the thread was stopped does not let a deadline pass. */
+static void test_a_stall_is_no_silence_of_others(void **state)
+{
+    struct side a;
+    struct stall k = {.s = &a};
+
+    assert_int_equal(side_open(&a, "tcp"), BT_OK);
+    side_on_net(a.net, do_stall, &k);
+    assert_true(EVENTUALLY(LOAD(a.done) == 1));
+    assert_true(k.rang_ns >= k.end_ns);
+    bt_net_destroy(a.net);
+}
+
 /* Writes junk of the given kind to a local port; a port that does not answer is fine. */
 static void throw_junk(uint16_t port, int kind, unsigned *seed)
 {
@@ -860,6 +897,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_listen_refusals),
         cmocka_unit_test(test_connect_refused),
         cmocka_unit_test(test_timers),
+        cmocka_unit_test(test_a_stall_is_no_silence_of_others),
         cmocka_unit_test(test_garbage_at_every_port),
         cmocka_unit_test(test_gate_names_its_version),
         cmocka_unit_test(test_KVX_09_reconnects_leak_nothing_tcp),
