@@ -95,16 +95,15 @@ static void arena_reset(struct bt_rpc_arena *a, size_t limit_bytes)
     a->exceeded = false;
 }
 
-grpc_byte_buffer *bt_rpc_pack(const ProtobufCMessage *msg, size_t *ret_bytes)
+/* n: its packed size. A new buffer of the caller's. */
+static grpc_byte_buffer *pack(const ProtobufCMessage *msg, size_t n)
 {
-    size_t n = protobuf_c_message_get_packed_size(msg);
     grpc_slice s = grpc_slice_malloc(n);
     grpc_byte_buffer *buf;
 
     protobuf_c_message_pack(msg, GRPC_SLICE_START_PTR(s));
     buf = grpc_raw_byte_buffer_create(&s, 1);
     grpc_slice_unref(s);
-    *ret_bytes = n;
     return buf;
 }
 
@@ -182,7 +181,8 @@ int bt_rpc_sendq_push(struct bt_rpc_sendq *q, const ProtobufCMessage *msg)
     if (!it) {
         return BT_E_NOMEM;
     }
-    it->buf = bt_rpc_pack(msg, &it->bytes);
+    it->buf = pack(msg, need);
+    it->bytes = need;
     q->bytes += it->bytes;
     bt_list_push_back(&q->items, &it->link);
     return BT_OK;

@@ -59,15 +59,13 @@ struct bt_rpc_arena {
 };
 void bt_rpc_arena_fini(struct bt_rpc_arena *a);
 
-/* codec.c. pack: new buffer owned by the caller, NULL when out of memory.
- * unpack: decodes `buf` (kept by the caller) into the arena, whose content before is lost;
+/* codec.c. Decodes `buf` (kept by the caller) into the arena, whose content before is lost;
  * valid until the next unpack. BT_E_FORMAT or BT_E_EXHAUSTED, the reason in a->why. */
 struct bt_rpc_unpack_args {
     const ProtobufCMessageDescriptor *desc;
     size_t limit_bytes; /* of memory */
     bool strict;        /* strings must pass bt_rpc_check_strings */
 };
-grpc_byte_buffer *bt_rpc_pack(const ProtobufCMessage *msg, size_t *ret_bytes);
 int bt_rpc_unpack(struct bt_rpc_arena *a,
                   const struct bt_rpc_unpack_args *args,
                   grpc_byte_buffer *buf,

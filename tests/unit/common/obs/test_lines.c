@@ -183,6 +183,44 @@ static void test_json_text(void **state)
     bt_buf_fini(&b);
 }
 
+/* printf's own digits, without the zeros at the end. */
+static void printed(double v, int decimals, char *text, size_t cap)
+{
+    size_t n = (size_t)snprintf(text, cap, "%.*f", decimals, v);
+
+    while (decimals > 0 && text[n - 1] == '0') {
+        n--;
+    }
+    text[n - (text[n - 1] == '.')] = 0;
+}
+
+static void test_json_numbers(void **state)
+{
+    static const double fixed[] = {0,     -0.0,   0.1,      0.12,      9.9996, 0.0004, -0.0004,
+                                   1e-12, 1234.5, 99999999, 999999999, 1e9,    1e15,   -17.25};
+    uint64_t x = 88172645463325252u;
+
+    for (int i = 0; i < 20000; i++) {
+        struct bt_buf b = {0};
+        struct bt_jsonw w = {.b = &b};
+        int decimals = i % 10;
+        char want[400];
+        double v;
+
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        /* Away from ties, where either neighbour is right. */
+        v = i < 140 ? fixed[i / 10] : (double)(x >> 40) / (double)(1 + (x & 0xffff)) + 1e-10;
+        v = i & 16 ? -v : v;
+        bt_jw_f64(&w, NULL, v, decimals);
+        assert_int_equal(bt_buf_add(&b, "", 1), BT_OK);
+        printed(v, decimals, want, sizeof(want));
+        assert_string_equal(b.p, want);
+        bt_buf_fini(&b);
+    }
+}
+
 static void test_json_bound(void **state)
 {
     struct bt_buf b = {.max = 8};
@@ -202,6 +240,7 @@ int main(void)
         cmocka_unit_test(test_slow_file_drops_and_tells),
         cmocka_unit_test(test_cannot_open),
         cmocka_unit_test(test_json_text),
+        cmocka_unit_test(test_json_numbers),
         cmocka_unit_test(test_json_bound),
     };
 
