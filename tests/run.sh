@@ -105,30 +105,12 @@ stage_tsan() {
         sanitized tsan thread unit ops -alone # long ones without threads
 }
 
-# Kernels on the card, then the same under compute-sanitizer where it is installed; its check for
-# races cannot follow kernels that use the tensor copy engine and is left to the others. Then engines
-# and whole nodes on the card, with models whose heads the kernels know.
+# What runs on a bare machine with a card (tests/gpu/bundle.sh packs it), then whole nodes on this one.
 stage_gpu() {
     step "building (CUDA)" build_tree build-gpu --buildtype=release -Dcuda=enabled || return 1
-    local rc=0 check
-    for check in gpu_ops_check gpu_attn_check; do
-        [ -x "build-gpu/tests/gpu/$check" ] || continue
-        "build-gpu/tests/gpu/$check" || rc=1
-        if command -v compute-sanitizer >/dev/null; then
-            compute-sanitizer --tool memcheck --error-exitcode 1 "build-gpu/tests/gpu/$check" --quick ||
-                rc=1
-        fi
-    done
-    if command -v compute-sanitizer >/dev/null; then
-        compute-sanitizer --tool racecheck --error-exitcode 1 build-gpu/tests/gpu/gpu_ops_check \
-            --plain || rc=1
-    fi
-    "$venv/bin/python" tests/tools/mkmodel.py --out "$results/tiny.gguf" --d-model 256 --head-dim 64 \
-        --ff 512 --vocab 320 --dtype bf16 --seed 3 || rc=1
-    for check in engine engine-prefix engine-split engine-tiers; do
-        BATON_TEST_DEVICE=cuda BATON_TEST_MODULE=build-gpu/kernels/cuda/baton-cuda.so \
-            BATON_TEST_DATA=$results "build-gpu/tests/test_$check" || rc=1
-    done
+    local rc=0
+    BATON_TEST_PYTHON=$venv/bin/python tests/gpu/bundle.sh build-gpu "$results/gpu" || return 1
+    OUT=$results "$results/gpu/checks.sh" || rc=1
     BATON_TEST_DEVICE=cuda run_pytest gpu build-gpu tests/integ/test_generate.py \
         tests/integ/test_prefix.py tests/integ/test_keeper.py tests/integ/test_tiers.py || rc=1
     return $rc

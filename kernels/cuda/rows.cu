@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(128) embed_kernel(kn_cuda_embed_args a)
     int row = blockIdx.x, id = a.ids[row];
 
     if (id < 0)
-        id = a.prev[-1 - id];
+        id = max(a.prev[-1 - id], 0); // none was drawn: the host throws this row away
     const Vec8<T> *from = (const Vec8<T> *)((const T *)a.table + (size_t)id * a.width);
     Vec8<T> *to = (Vec8<T> *)((T *)a.out + (size_t)row * a.width);
     for (int i = threadIdx.x; i < a.width / 8; i += blockDim.x)

@@ -162,6 +162,7 @@ static void publish_stats(struct kn_engine *e)
     PUT(holding, s.n_state[KN_SEQ_HOLDING]);
     PUT(tokens_waiting, s.tokens_waiting);
     PUT(steps, s.steps);
+    PUT(steps_ahead, s.steps_ahead);
     PUT(tokens_computed, s.tokens_computed);
     PUT(tokens_generated, s.tokens_generated);
     PUT(preemptions, s.preemptions);
@@ -233,33 +234,123 @@ static void on_layer_done(void *arg, int layer)
     kn_xfer_layer_done(a->e, a->plan, layer);
 }
 
-static void run_step(struct kn_engine *e, const struct kn_step_plan *plan)
+/* A step between begin and end. */
+struct flight {
+    const struct kn_step_plan *plan;
+    struct layer_arg layer;
+    struct kn_exec_args args;
+    uint64_t begin_ns;
+};
+
+static void
+step_failed(struct kn_engine *e, const struct kn_step_plan *plan, int rc, const char *msg)
 {
-    struct layer_arg layer = {e, plan, 0};
-    struct kn_exec_args args = {
+    BT_ERROR("step_failed", "rc=%s rows=%u msg=\"%s\"", bt_rc_name(rc), plan->n_rows, msg);
+    kn_sched_step_failed(e->sched, plan, rc, msg);
+}
+
+static int begin_step_of(struct kn_engine *e,
+                         struct flight *f,
+                         const struct kn_step_plan *plan,
+                         struct bt_err *err)
+{
+    *f = (struct flight){.plan = plan, .layer = {e, plan, 0}, .begin_ns = bt_now_ns()};
+    f->args = (struct kn_exec_args){
         .plan = plan,
         .sched = e->sched,
         .layer_done = e->handoff ? on_layer_done : NULL,
-        .layer_done_arg = &layer,
+        .layer_done_arg = &f->layer,
         .layer_wait = plan->n_loading > 0 ? on_layer_wait : NULL,
-        .layer_wait_arg = &layer,
+        .layer_wait_arg = &f->layer,
         .drawn = e->drawn,
     };
+    return kn_exec_begin(e->exec, &f->args, err);
+}
+
+static int end_step_of(struct kn_engine *e, struct flight *f)
+{
     struct bt_err err = {.rc = BT_OK};
-    uint64_t begin_ns = bt_now_ns(), ns;
-    int rc = kn_exec_run(e->exec, &args, &err);
+    int rc = kn_exec_end(e->exec, &f->args, &err);
+    uint64_t now, ns;
 
     if (rc < 0) {
-        BT_ERROR("step_failed", "rc=%s rows=%u msg=\"%s\"", bt_rc_name(rc), plan->n_rows,
-                 bt_err_msg(&err, rc));
-        kn_sched_step_failed(e->sched, plan, rc, bt_err_msg(&err, rc));
+        step_failed(e, f->plan, rc, bt_err_msg(&err, rc));
+        return rc;
+    }
+    now = bt_now_ns();
+    ns = now - BT_MAX(f->begin_ns, e->step_end_ns) - f->layer.waited_ns;
+    e->step_end_ns = now;
+    kn_note_step(e, f->plan, ns);
+    kn_sched_measured(e->sched, f->plan, ns);
+    kn_xfer_step_done(e, f->plan);
+    kn_sched_step_done(e->sched, f->plan, e->drawn);
+    return BT_OK;
+}
+
+/* What a step has to say goes out. */
+static void tell(struct kn_engine *e)
+{
+    publish_stats(e);
+    kn_note_flush(e);
+    flush(e);
+}
+
+/* Nobody has anything for the engine: no message, no poke, no stop. */
+static bool undisturbed(const struct kn_engine *e)
+{
+    struct pollfd fd = {.fd = e->wake_fd, .events = POLLIN};
+
+    return poll(&fd, 1, 0) == 0;
+}
+
+/* The step to follow `f`, begun while that one runs; false = none. A failure to begin is told when
+ * f has ended: till then its requests have to stay. */
+static bool begin_ahead(struct kn_engine *e,
+                        const struct flight *f,
+                        struct flight *next,
+                        int *ret_rc,
+                        struct bt_err *err)
+{
+    const struct kn_step_plan *plan = NULL;
+
+    *ret_rc = BT_OK;
+    if (kn_exec_may_follow(e->exec) && undisturbed(e)) {
+        plan = kn_sched_plan_ahead(e->sched, f->plan, bt_now_ns());
+    }
+    if (plan) {
+        *ret_rc = begin_step_of(e, next, plan, err);
+    }
+    return plan != NULL;
+}
+
+/* Runs the step, and on a device those that follow from it: each is planned and queued before the
+ * one before it has ended. Comes back with none under way. */
+static void run_steps(struct kn_engine *e, const struct kn_step_plan *plan)
+{
+    struct flight flights[2], *f = &flights[0], *next;
+    struct bt_err err = {.rc = BT_OK};
+    int rc = begin_step_of(e, f, plan, &err);
+    bool follows = true;
+
+    if (rc < 0) {
+        step_failed(e, plan, rc, bt_err_msg(&err, rc));
         return;
     }
-    ns = bt_now_ns() - begin_ns - layer.waited_ns;
-    kn_note_step(e, plan, ns);
-    kn_sched_measured(e->sched, plan, ns);
-    kn_xfer_step_done(e, plan);
-    kn_sched_step_done(e->sched, plan, e->drawn);
+    for (; follows; f = next) {
+        next = f == &flights[0] ? &flights[1] : &flights[0];
+        follows = begin_ahead(e, f, next, &rc, &err);
+        if (end_step_of(e, f) < 0 && follows && rc == BT_OK) {
+            kn_exec_drop(e->exec); /* its requests are gone */
+            return;
+        }
+        if (rc < 0) {
+            step_failed(e, next->plan, rc, bt_err_msg(&err, rc));
+            return;
+        }
+        if (follows) {
+            tell(e);
+        }
+    }
 }
 
 /* Waits for a message, at most until the scheduler has something to do by itself. */
@@ -280,7 +371,9 @@ static void *engine_main(void *arg)
 
     for (;;) {
         const struct kn_step_plan *plan;
+        bool loading = false, any;
 
+        bt_eventfd_clear(e->wake_fd); /* before the mailbox is looked into */
         bt_mailbox_drain(&e->mailbox, e);
         /* Pairs with the release in stop. */
         if (!e->ended_all && atomic_load_explicit(&e->stopping, memory_order_acquire)) {
@@ -292,19 +385,19 @@ static void *engine_main(void *arg)
         }
         kn_sched_tick(e->sched, bt_now_ns());
         plan = kn_sched_plan(e->sched, bt_now_ns());
-        if (plan->n_rows > 0) {
-            run_step(e, plan);
+        any = plan->n_rows > 0;
+        if (any) {
+            loading = plan->n_loading > 0; /* the plan's memory is used again */
+            run_steps(e, plan);
         }
-        if (plan->n_loading > 0) {
+        if (loading) {
             bt_mailbox_drain(&e->mailbox, e); /* the ends of their loads: their tokens go out now */
         }
-        publish_stats(e);
-        kn_note_flush(e);
-        flush(e);
+        tell(e);
         if (e->ended_all && kn_sched_idle(e->sched)) {
             break;
         }
-        if (plan->n_rows == 0) {
+        if (!any) {
             sleep_until(e, kn_sched_next_wake_ns(e->sched));
         }
     }
@@ -759,12 +852,12 @@ struct kn_engine_stats kn_engine_stats(const struct kn_engine *e)
 {
 #define GET(field) .field = atomic_load_explicit(&e->stats.field, memory_order_relaxed)
     struct kn_engine_stats s = {
-        GET(waiting),       GET(running),         GET(holding),          GET(tokens_waiting),
-        GET(steps),         GET(tokens_computed), GET(tokens_generated), GET(preemptions),
-        GET(tokens_cached), GET(blocks_evicted),  GET(key_collisions),   GET(oldest_ns),
-        GET(loads),         GET(loads_given_up),  GET(loads_short),      GET(load_wait_ns),
-        GET(swapped),       GET(overtakes),       GET(resumed),          GET(blocks_adopted),
-        GET(blocks_bad),
+        GET(waiting),        GET(running),       GET(holding),         GET(tokens_waiting),
+        GET(steps),          GET(steps_ahead),   GET(tokens_computed), GET(tokens_generated),
+        GET(preemptions),    GET(tokens_cached), GET(blocks_evicted),  GET(key_collisions),
+        GET(oldest_ns),      GET(loads),         GET(loads_given_up),  GET(loads_short),
+        GET(load_wait_ns),   GET(swapped),       GET(overtakes),       GET(resumed),
+        GET(blocks_adopted), GET(blocks_bad),
     };
 #undef GET
 

@@ -188,6 +188,7 @@ struct kn_engine_stats {
         holding; /* holding: finished prompts waiting for their decode node */
     uint64_t tokens_waiting;
     uint64_t steps, tokens_computed, tokens_generated, preemptions;
+    uint64_t steps_ahead;   /* of steps: planned while the one before ran, on a device */
     uint64_t tokens_cached; /* taken from the prefix index instead of computed */
     uint64_t blocks_evicted, key_collisions;
     uint64_t blocks_adopted, blocks_bad; /* of a predecessor: taken over; refused or damaged */

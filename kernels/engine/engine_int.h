@@ -35,6 +35,7 @@ struct kn_engine {
     atomic_uint n_pending; /* submitted, not yet with the scheduler */
     struct kn_step *step;  /* engine thread: outputs not yet emitted, NULL = none */
     uint32_t step_tokens;  /* used of its tokens */
+    uint64_t step_end_ns;  /* engine thread: when the last step ended */
     struct {               /* engine thread: for the next note */
         struct kv_event *events;
         size_t n_events, cap_events;
@@ -48,7 +49,8 @@ struct kn_engine {
     } keep;
     struct { /* written by the engine thread, read by any; relaxed: each by itself */
         atomic_uint waiting, running, holding;
-        atomic_ullong tokens_waiting, steps, tokens_computed, tokens_generated, preemptions;
+        atomic_ullong tokens_waiting, steps, steps_ahead, tokens_computed, tokens_generated,
+            preemptions;
         atomic_ullong tokens_cached, blocks_evicted, key_collisions, oldest_ns;
         atomic_ullong blocks_adopted, blocks_bad;
         atomic_ullong tier_tokens[KV_N_TIERS];

@@ -11,8 +11,16 @@ struct on_device {
     uint32_t generation, tokens;
 };
 
+/* A step that the device has. */
+struct exec_step {
+    bool *by_device; /* [max_batch_seqs] its token is drawn there */
+    bool logits;     /* some are not */
+};
+
 struct kn_exec {
     struct kn_exec_cfg cfg;
+    struct exec_step steps[2]; /* device: begun and not ended, in turn */
+    uint32_t n_begun, n_ended; /* steps, as they wrap */
     struct kn_model *model;
     struct kn_sampler *sampler;
     struct kn_batch_seq *seqs;    /* [max_batch_seqs] */
@@ -68,7 +76,11 @@ int kn_exec_create(const struct kn_exec_cfg *cfg, struct kn_exec **ret, struct b
     }
     x->draws = bt_calloc((size_t)cfg->model.max_batch_seqs, sizeof(*x->draws));
     x->ids = bt_calloc((size_t)cfg->model.max_outputs, sizeof(*x->ids));
-    if (!x->seqs || !x->logits || !x->draws || !x->ids) {
+    for (int i = 0; i < 2; i++) {
+        x->steps[i].by_device = bt_calloc((size_t)cfg->model.max_batch_seqs, sizeof(bool));
+    }
+    if (!x->seqs || !x->logits || !x->draws || !x->ids || !x->steps[0].by_device ||
+        !x->steps[1].by_device) {
         rc = BT_FAIL(err, BT_E_NOMEM, "executor: no memory for logits of %d rows",
                      cfg->model.max_outputs);
         goto fail;
@@ -94,6 +106,8 @@ void kn_exec_destroy(struct kn_exec *x)
     free(x->draws);
     free(x->ids);
     free(x->seqs);
+    free(x->steps[0].by_device);
+    free(x->steps[1].by_device);
     free(x->on_device);
     free(x->fetch);
     kn_sampler_destroy(x->sampler);
@@ -118,17 +132,17 @@ static bool device_draws(const struct kn_seq *s, const struct kn_plan_row *row)
            p->presence_penalty == 0 && p->frequency_penalty == 0 && row->n_answer >= p->min_tokens;
 }
 
-/* Tells the device which rows to draw. True if some are left to the host, which needs logits. */
-static bool set_draws(struct kn_exec *x, const struct kn_exec_args *a)
+/* Tells the device which rows to draw; the others' logits come back. */
+static void set_draws(struct kn_exec *x, const struct kn_exec_args *a, struct exec_step *step)
 {
-    bool left = false;
-
+    step->logits = false;
     for (uint32_t i = 0; i < a->plan->n_rows; i++) {
         const struct kn_plan_row *row = &a->plan->rows[i];
         const struct kn_seq *s = kn_sched_at(a->sched, row->slot);
 
-        if (!row->draw || !device_draws(s, row)) {
-            left = left || row->draw;
+        step->by_device[i] = row->draw && device_draws(s, row);
+        if (!step->by_device[i]) {
+            step->logits = step->logits || row->draw;
             continue;
         }
         x->draws[i] = (struct kn_device_draw){.temperature = s->sampling.temperature,
@@ -140,7 +154,6 @@ static bool set_draws(struct kn_exec *x, const struct kn_exec_args *a)
                                               .position = row->n_answer};
         x->seqs[i].draw = &x->draws[i];
     }
-    return left;
 }
 
 /* Pages of earlier positions that are not on the device as the pool has them. */
@@ -185,35 +198,74 @@ static void note_pages(struct kn_exec *x, const struct kn_step_plan *plan)
     }
 }
 
-/* Some rows' tokens from the device, the others from their logits. A row that the device could not
- * draw although it was asked (no logit above -infinity) has no logits here: its first end token. */
-static int run_on_device(struct kn_exec *x,
-                         const struct kn_exec_args *a,
-                         const struct kn_batch *b,
-                         struct bt_err *err)
+static void set_rows(struct kn_exec *x, const struct kn_step_plan *plan)
+{
+    for (uint32_t i = 0; i < plan->n_rows; i++) {
+        const struct kn_plan_row *row = &plan->rows[i];
+
+        x->seqs[i] = (struct kn_batch_seq){
+            .n_tokens = (int32_t)row->n_tokens,
+            .pos = (int32_t)row->pos,
+            .pages = plan->pages + row->first_page,
+            .want_logits = row->draw,
+        };
+    }
+}
+
+static struct kn_batch batch_of(const struct kn_exec *x, const struct kn_exec_args *a)
+{
+    return (struct kn_batch){
+        .n_tokens = (int)a->plan->n_tokens,
+        .ids = a->plan->ids,
+        .n_seqs = (int)a->plan->n_rows,
+        .seqs = x->seqs,
+        .kv = x->pages.base ? x->pages.base : kv_pool_region(x->cfg.pool)->base,
+        .layout = kv_pool_layout(x->cfg.pool),
+        .logits = x->logits,
+        .layer_done = a->layer_done,
+        .layer_done_arg = a->layer_done_arg,
+        .layer_wait = a->layer_wait,
+        .layer_wait_arg = a->layer_wait_arg,
+    };
+}
+
+static int begin_on_device(struct kn_exec *x, const struct kn_exec_args *a, struct bt_err *err)
 {
     int n_layers = kv_pool_layout(x->cfg.pool)->n_layers, rc;
-    bool logits = set_draws(x, a);
+    struct exec_step *step = &x->steps[x->n_begun % 2];
+    struct kn_batch batch = batch_of(x, a);
 
-    if (b->n_seqs == 0) {
-        return BT_OK;
-    }
+    set_draws(x, a, step);
     for (int il = 0; a->layer_wait && il < n_layers; il++) {
         a->layer_wait(a->layer_wait_arg, il);
     }
     rc = fetch_pages(x, a->plan, err);
-    rc = rc < 0 ? rc : kn_model_submit(x->model, b, err);
+    rc = rc < 0 ? rc : kn_model_submit(x->model, &batch, err);
     if (rc == BT_OK) {
-        rc = kn_model_wait(x->model, x->ids, logits ? x->logits : NULL, err);
-        note_pages(x, a->plan);
-    }
-    for (int il = 0; rc == BT_OK && a->layer_done && il < n_layers; il++) {
-        a->layer_done(a->layer_done_arg, il);
+        note_pages(x, a->plan); /* as the device will have them when the next step begins */
+        x->n_begun++;
     }
     return rc;
 }
 
-static void draw(struct kn_exec *x, const struct kn_exec_args *a)
+int kn_exec_begin(struct kn_exec *x, const struct kn_exec_args *a, struct bt_err *err)
+{
+    struct kn_batch batch = batch_of(x, a);
+
+    set_rows(x, a->plan);
+    if (a->plan->n_rows == 0) {
+        return BT_OK;
+    }
+    return x->cfg.model.device ? begin_on_device(x, a, err)
+                               : kn_model_forward(x->model, &batch, err);
+}
+
+bool kn_exec_may_follow(const struct kn_exec *x)
+{
+    return x->n_begun - x->n_ended == 1 && !x->steps[x->n_ended % 2].logits;
+}
+
+static void draw(struct kn_exec *x, const struct kn_exec_args *a, const struct exec_step *step)
 {
     size_t n_vocab = (size_t)kn_model_config(x->model)->n_vocab, n = 0;
 
@@ -225,9 +277,12 @@ static void draw(struct kn_exec *x, const struct kn_exec_args *a)
         if (!row->draw) {
             continue;
         }
-        if (x->cfg.model.device && x->seqs[i].draw) {
-            a->drawn[n] = (struct kn_token){.id = x->ids[n]};
-            if (x->ids[n] < 0) {
+        if (step && step->by_device[i]) {
+            /* -1: no logit above -infinity. There are none of it here: its first end token. */
+            bool none = x->ids[n] < 0;
+
+            a->drawn[n] = (struct kn_token){.id = x->ids[n], .undrawn = none};
+            if (none) {
                 a->drawn[n].id = s->n_ends > 0 ? s->ends[0] : 0;
             }
             n++;
@@ -247,42 +302,34 @@ static void draw(struct kn_exec *x, const struct kn_exec_args *a)
     }
 }
 
-int kn_exec_run(struct kn_exec *x, const struct kn_exec_args *a, struct bt_err *err)
+void kn_exec_drop(struct kn_exec *x)
 {
-    const struct kn_step_plan *plan = a->plan;
-    struct kn_batch batch = {
-        .n_tokens = (int)plan->n_tokens,
-        .ids = plan->ids,
-        .n_seqs = (int)plan->n_rows,
-        .seqs = x->seqs,
-        .kv = x->pages.base ? x->pages.base : kv_pool_region(x->cfg.pool)->base,
-        .layout = kv_pool_layout(x->cfg.pool),
-        .logits = x->logits,
-        .layer_done = a->layer_done,
-        .layer_done_arg = a->layer_done_arg,
-        .layer_wait = a->layer_wait,
-        .layer_wait_arg = a->layer_wait_arg,
-    };
-    int rc;
+    struct bt_err err;
 
-    for (uint32_t i = 0; i < plan->n_rows; i++) {
-        const struct kn_plan_row *row = &plan->rows[i];
-
-        x->seqs[i] = (struct kn_batch_seq){
-            .n_tokens = (int32_t)row->n_tokens,
-            .pos = (int32_t)row->pos,
-            .pages = plan->pages + row->first_page,
-            .want_logits = row->draw,
-        };
+    x->n_ended++;
+    if (kn_model_wait(x->model, NULL, NULL, &err) < 0) {
+        return; /* as expected */
     }
-    rc = x->cfg.model.device ? run_on_device(x, a, &batch, err)
-                             : kn_model_forward(x->model, &batch, err);
+}
+
+int kn_exec_end(struct kn_exec *x, const struct kn_exec_args *a, struct bt_err *err)
+{
+    int n_layers = kv_pool_layout(x->cfg.pool)->n_layers, rc = BT_OK;
+    struct exec_step *step = NULL;
+
+    if (x->cfg.model.device && a->plan->n_rows > 0) {
+        step = &x->steps[x->n_ended++ % 2];
+        rc = kn_model_wait(x->model, x->ids, step->logits ? x->logits : NULL, err);
+        for (int il = 0; rc == BT_OK && a->layer_done && il < n_layers; il++) {
+            a->layer_done(a->layer_done_arg, il);
+        }
+    }
     if (rc < 0) {
         return rc;
     }
     if (a->layer_wait) {
-        a->layer_wait(a->layer_wait_arg, kv_pool_layout(x->cfg.pool)->n_layers);
+        a->layer_wait(a->layer_wait_arg, n_layers);
     }
-    draw(x, a);
+    draw(x, a, step);
     return BT_OK;
 }

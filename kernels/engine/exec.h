@@ -5,7 +5,7 @@
  * the pool (a transfer, a tier, a predecessor) goes to the device before the step that reads it. A
  * page's generation tells: it changes whenever a page is taken.
  *
- * Thread: the engine's. kn_exec_run allocates nothing.
+ * Thread: the engine's. Steps allocate nothing.
  */
 #ifndef KN_ENGINE_EXEC_H
 #define KN_ENGINE_EXEC_H
@@ -37,7 +37,16 @@ struct kn_exec_args {
     void *layer_wait_arg;
     struct kn_token *drawn; /* [max_batch_seqs]: plan->n_draws are written, in the order of rows */
 };
-/* Forward pass and sampling. A plan without rows is legal. */
-int kn_exec_run(struct kn_exec *x, const struct kn_exec_args *a, struct bt_err *err) BT_MUST_USE;
+/* Forward pass and sampling in two halves; a plan without rows is legal. On a device `begin` queues
+ * the step and returns, and another one may be begun before the first has ended if
+ * kn_exec_may_follow; its ids may name tokens that the first draws. `end` waits for the oldest one
+ * begun, with the same arguments. On the CPU `begin` runs the pass. A step that failed to begin or
+ * to end is over. */
+int kn_exec_begin(struct kn_exec *x, const struct kn_exec_args *a, struct bt_err *err) BT_MUST_USE;
+int kn_exec_end(struct kn_exec *x, const struct kn_exec_args *a, struct bt_err *err) BT_MUST_USE;
+/* Ends the step that followed one that failed; what it did counts for nothing. */
+void kn_exec_drop(struct kn_exec *x);
+/* One step is begun, and all its tokens are drawn on the device. */
+bool kn_exec_may_follow(const struct kn_exec *x);
 
 #endif

@@ -497,62 +497,77 @@ static void plan_loading(struct planner *p)
             n_rows++;
         }
     }
-    sched->plan.stall_ns = n_rows == 1 ? step_ns + STALL_ALONE_NS : step_ns / STALL_SHARE;
+    sched->plans[sched->cur_plan].stall_ns =
+        n_rows == 1 ? step_ns + STALL_ALONE_NS : step_ns / STALL_SHARE;
 }
 
 /* ---- the plan ---- */
 
 /* Shared pages are in the tables of many rows: their sum has no bound that is worth reserving. */
-static bool grow_pages(struct kn_sched *sched, uint32_t n)
+static bool grow_pages(struct kn_sched *sched, struct kn_step_plan *plan, uint32_t n)
 {
-    uint64_t cap = sched->cap_plan_pages;
+    uint32_t *own = &sched->cap_plan_pages[sched->cur_plan];
+    uint64_t cap = *own;
     uint32_t *p;
 
     if (n <= cap) {
         return true;
     }
     cap = BT_MAX(2 * cap, (uint64_t)n);
-    p = cap <= UINT32_MAX ? realloc(sched->plan.pages, cap * sizeof(*p)) : NULL;
+    p = cap <= UINT32_MAX ? realloc(plan->pages, cap * sizeof(*p)) : NULL;
     if (!p) {
         return false;
     }
-    sched->plan.pages = p;
-    sched->cap_plan_pages = (uint32_t)cap;
+    plan->pages = p;
+    *own = (uint32_t)cap;
     return true;
 }
 
-static void add_row(struct kn_sched *sched, struct kn_seq *s)
+struct kn_plan_row *
+kn_sched_add_row(struct kn_sched *sched, struct kn_seq *s, uint32_t pos, uint32_t n)
 {
-    const struct kv_layout *lay = kv_pool_layout(sched->cfg.pool);
-    struct kn_step_plan *plan = &sched->plan;
-    uint32_t pos = position(s), n_pages = kv_layout_pages_for(lay, pos + s->step_tokens);
-    struct kn_plan_row *row;
+    struct kn_step_plan *plan = &sched->plans[sched->cur_plan];
+    uint32_t n_pages = kv_layout_pages_for(kv_pool_layout(sched->cfg.pool), pos + n);
+    struct kn_plan_row *row = &plan->rows[plan->n_rows];
 
-    if (!grow_pages(sched, plan->n_pages + n_pages)) {
-        s->step_tokens = 0; /* it runs in a later step */
-        return;
+    BT_BUG_ON(n_pages > s->n_pages);
+    if (!grow_pages(sched, plan, plan->n_pages + n_pages)) {
+        return NULL;
     }
-    row = &plan->rows[plan->n_rows++];
     *row = (struct kn_plan_row){
         .tag = s->tag,
         .slot = s->slot,
         .pos = pos,
-        .n_tokens = s->step_tokens,
+        .n_tokens = n,
         .first_id = plan->n_tokens,
         .first_page = plan->n_pages,
         .n_pages = n_pages,
         .n_answer = s->n_answer,
-        .draw = s->step_tokens == remaining(s) && kn_seq_draws(s),
-        .loading = s->state == KN_SEQ_LOADING,
     };
-    BT_BUG_ON(row->n_pages > s->n_pages);
     if (!s->begun_ns) {
         s->begun_ns = sched->now_ns;
     }
-    memcpy(plan->ids + plan->n_tokens, s->ids + pos, row->n_tokens * sizeof(*plan->ids));
-    memcpy(plan->pages + plan->n_pages, s->pages, row->n_pages * sizeof(*plan->pages));
-    plan->n_tokens += row->n_tokens;
-    plan->n_pages += row->n_pages;
+    s->last_step = plan->step;
+    memcpy(plan->pages + plan->n_pages, s->pages, n_pages * sizeof(*plan->pages));
+    plan->n_rows++;
+    plan->n_tokens += n;
+    plan->n_pages += n_pages;
+    return row;
+}
+
+static void add_row(struct kn_sched *sched, struct kn_seq *s)
+{
+    struct kn_step_plan *plan = &sched->plans[sched->cur_plan];
+    uint32_t pos = position(s);
+    struct kn_plan_row *row = kn_sched_add_row(sched, s, pos, s->step_tokens);
+
+    if (!row) {
+        s->step_tokens = 0; /* it runs in a later step */
+        return;
+    }
+    row->draw = s->step_tokens == remaining(s) && kn_seq_draws(s);
+    row->loading = s->state == KN_SEQ_LOADING;
+    memcpy(plan->ids + row->first_id, s->ids + pos, row->n_tokens * sizeof(*plan->ids));
     plan->n_draws += row->draw;
     if (row->loading) {
         plan->n_loading++;
@@ -561,21 +576,32 @@ static void add_row(struct kn_sched *sched, struct kn_seq *s)
     }
 }
 
+struct kn_step_plan *kn_sched_new_plan(struct kn_sched *sched)
+{
+    struct kn_step_plan *plan;
+
+    sched->cur_plan ^= 1;
+    plan = &sched->plans[sched->cur_plan];
+    plan->step = ++sched->step;
+    plan->n_rows = plan->n_tokens = plan->n_pages = plan->n_draws = plan->n_loading = 0;
+    plan->stall_ns = 0;
+    return plan;
+}
+
 const struct kn_step_plan *kn_sched_plan(struct kn_sched *sched, uint64_t now_ns)
 {
     struct planner p = {.sched = sched,
                         .now_ns = now_ns,
                         .budget = (uint32_t)sched->cfg.max_batch_tokens,
                         .fail_pages = UINT32_MAX};
-    struct kn_step_plan *plan = &sched->plan;
+    struct kn_step_plan *plan = kn_sched_new_plan(sched);
     bool prompts =
         !bt_list_empty(&sched->lists[KN_LIST_QUEUE]) || sched->stats.n_state[KN_SEQ_PREFILLING] > 0;
 
+    BT_BUG_ON(sched->n_over > 0);
     sched->now_ns = now_ns;
     sched->next_patience_ns = BT_NEVER_NS;
     kn_sched_check_loads(sched);
-    plan->step++;
-    plan->n_rows = plan->n_tokens = plan->n_pages = plan->n_draws = plan->n_loading = 0;
     bt_list_for_each (l, &sched->lists[KN_LIST_ACTIVE]) {
         struct kn_seq *s = kn_seq_of(l);
 
@@ -602,5 +628,6 @@ const struct kn_step_plan *kn_sched_plan(struct kn_sched *sched, uint64_t now_ns
             }
         }
     }
+    sched->looked = p.budget > 0;
     return plan;
 }

@@ -131,6 +131,7 @@ static bool publish_next(struct kn_sched *sched, struct kn_seq *s)
     uint32_t *pages = s->pages + (size_t)i * n;
     struct kv_chain chain = kn_sched_chain(sched, s, i + 1);
 
+    sched->looked = false; /* somebody may have waited for it */
     switch (kv_index_publish(sched->cfg.index, &chain, i ? s->blocks[i - 1] : NULL, pages,
                              &s->blocks[i])) {
     case KV_PUBLISH_NEW:

@@ -14,6 +14,22 @@
 /* Of a prompt, if nobody has a better guess. */
 #define GUESS_TOKEN_NS (50 * BT_NS_PER_US)
 
+static bool alloc_plans(struct kn_sched *sched, uint32_t n_pages)
+{
+    bool ok = true;
+
+    for (int i = 0; i < 2; i++) {
+        struct kn_step_plan *p = &sched->plans[i];
+
+        p->rows = bt_calloc((size_t)sched->cfg.max_running, sizeof(*p->rows));
+        p->ids = bt_calloc((size_t)sched->cfg.max_batch_tokens, sizeof(*p->ids));
+        p->pages = bt_calloc(n_pages, sizeof(*p->pages));
+        sched->cap_plan_pages[i] = n_pages;
+        ok = ok && p->rows && p->ids && p->pages;
+    }
+    return ok;
+}
+
 int kn_sched_create(const struct kn_sched_cfg *cfg, struct kn_sched **ret, struct bt_err *err)
 {
     struct kn_sched *sched;
@@ -43,12 +59,7 @@ int kn_sched_create(const struct kn_sched_cfg *cfg, struct kn_sched **ret, struc
     sched->next_deadline_ns = sched->next_patience_ns = sched->next_load_ns = BT_NEVER_NS;
     sched->slots = bt_calloc((size_t)cfg->max_running, sizeof(struct kn_seq *));
     sched->free_slots = bt_calloc((size_t)cfg->max_running, sizeof(*sched->free_slots));
-    sched->plan.rows = bt_calloc((size_t)cfg->max_running, sizeof(*sched->plan.rows));
-    sched->plan.ids = bt_calloc((size_t)cfg->max_batch_tokens, sizeof(*sched->plan.ids));
-    sched->cap_plan_pages = n_pages;
-    sched->plan.pages = bt_calloc(n_pages, sizeof(*sched->plan.pages));
-    if (!sched->slots || !sched->free_slots || !sched->plan.rows || !sched->plan.ids ||
-        !sched->plan.pages) {
+    if (!sched->slots || !sched->free_slots || !alloc_plans(sched, n_pages)) {
         kn_sched_destroy(sched);
         return BT_FAIL(err, BT_E_NOMEM, "scheduler: no memory for %d rows and %u pages",
                        cfg->max_running, n_pages);
@@ -74,9 +85,11 @@ void kn_sched_destroy(struct kn_sched *sched)
     bt_map_fini(&sched->by_tag);
     free(sched->slots);
     free(sched->free_slots);
-    free(sched->plan.rows);
-    free(sched->plan.ids);
-    free(sched->plan.pages);
+    for (int i = 0; i < 2; i++) {
+        free(sched->plans[i].rows);
+        free(sched->plans[i].ids);
+        free(sched->plans[i].pages);
+    }
     free(sched);
 }
 
@@ -105,6 +118,7 @@ void kn_sched_set_state(struct kn_sched *sched, struct kn_seq *s, enum kn_seq_st
     BT_BUG_ON(!kn_seq_may(s->state, to));
     sched->stats.n_state[s->state]--;
     sched->stats.n_state[to]++;
+    sched->looked = false;
     s->state = to;
     s->needy_ns = 0;
     bt_list_remove(&s->link);
@@ -175,6 +189,7 @@ static void finish(struct kn_sched *sched, struct kn_seq *s, struct kn_output *l
     kn_sched_set_state(sched, s, KN_SEQ_DONE);
     sched->stats.n_state[KN_SEQ_DONE]--;
     sched->stats.n_live--;
+    sched->n_over -= s->over;
     kn_seq_destroy(s);
 }
 
@@ -251,6 +266,7 @@ void kn_sched_add(struct kn_sched *sched, struct kn_seq *take_s)
     kn_sched_fetch_init(sched, s);
     sched->stats.n_state[KN_SEQ_WAITING]++;
     sched->stats.n_live++;
+    sched->looked = false;
     insert_by_claim(&sched->lists[KN_LIST_QUEUE], s);
     kn_sched_recount(sched, s);
     sched->next_deadline_ns = BT_MIN(sched->next_deadline_ns, s->deadline_ns);
@@ -413,8 +429,10 @@ uint64_t kn_sched_next_wake_ns(const struct kn_sched *sched)
     return BT_MIN(own, sched->next_load_ns);
 }
 
-/* The row reached the target: the drawn token, or what a prefill leg drew before it gave way. */
-static void row_complete(struct kn_sched *sched, struct kn_seq *s, const struct kn_token *token)
+/* The row reached the target: the drawn token, or what a prefill leg drew before it gave way. A
+ * request whose next row runs already keeps its pages until that step is done. */
+static void
+row_complete(struct kn_sched *sched, struct kn_seq *s, const struct kn_token *token, bool runs_on)
 {
     struct kn_output out = {
         .tag = s->tag, .offset = s->n_answer, .n_tokens = token ? 1 : 0, .tokens = token};
@@ -423,6 +441,11 @@ static void row_complete(struct kn_sched *sched, struct kn_seq *s, const struct 
         out.finish = kn_seq_append(s, token->id);
         sched->stats.tokens_generated++;
         say(sched, s, &out);
+    }
+    if (out.finish != KN_FINISH_NONE && runs_on) {
+        s->over = true;
+        sched->n_over++;
+        return;
     }
     if (out.finish != KN_FINISH_NONE) {
         /* A prefill leg's decode node learns that there is nothing left to do. */
@@ -482,8 +505,23 @@ void kn_sched_take_ahead(struct kn_sched *sched, struct kn_seq *s)
     kn_sched_recount(sched, s);
     kn_sched_publish(sched, s);
     if (s->ahead_draws || s->n_computed == kn_seq_target(s)) {
-        row_complete(sched, s, s->ahead_draws ? &s->ahead : NULL);
+        row_complete(sched, s, s->ahead_draws ? &s->ahead : NULL, false);
     }
+}
+
+/* A row planned before it was known what the one before it draws, and for nothing: the answer has
+ * ended, or the token was none. */
+static bool row_void(struct kn_sched *sched, struct kn_seq *s, const struct kn_plan_row *row)
+{
+    if (!s->over && !s->again) {
+        return false;
+    }
+    sched->stats.tokens_discarded += row->n_tokens;
+    s->again = false;
+    if (s->over) {
+        kn_sched_end(sched, s, BT_E_CANCELLED, "the answer has ended");
+    }
+    return true;
 }
 
 void kn_sched_step_done(struct kn_sched *sched,
@@ -495,20 +533,24 @@ void kn_sched_step_done(struct kn_sched *sched,
     for (uint32_t i = 0; i < plan->n_rows; i++) {
         const struct kn_plan_row *row = &plan->rows[i];
         struct kn_seq *s = sched->slots[row->slot];
+        const struct kn_token *token = row->draw ? drawn++ : NULL;
+        bool runs_on;
 
         if (row->loading) {
-            row_ahead(sched, row, drawn);
-            drawn += row->draw;
+            row_ahead(sched, row, token);
             continue;
         }
-        s->n_computed += row->n_tokens;
         s->step_tokens = 0;
+        if (row_void(sched, s, row)) {
+            continue;
+        }
+        runs_on = s->last_step != plan->step;
+        s->n_computed += row->n_tokens;
         kn_sched_recount(sched, s);
         kn_sched_publish(sched, s);
-        if (row->draw) {
-            row_complete(sched, s, drawn++);
-        } else if (s->n_computed == kn_seq_target(s)) {
-            row_complete(sched, s, NULL);
+        if (token || s->n_computed == kn_seq_target(s)) {
+            s->again = token && token->undrawn && runs_on;
+            row_complete(sched, s, token, runs_on);
         }
     }
 }
@@ -519,7 +561,11 @@ void kn_sched_step_failed(struct kn_sched *sched,
                           const char *msg)
 {
     for (uint32_t i = 0; i < plan->n_rows; i++) {
-        kn_sched_end(sched, sched->slots[plan->rows[i].slot], rc, msg);
+        struct kn_seq *s = kn_sched_at(sched, plan->rows[i].slot);
+
+        if (s && s->tag == plan->rows[i].tag) { /* else a step before it failed as well */
+            kn_sched_end(sched, s, rc, msg);
+        }
     }
 }
 

@@ -39,15 +39,15 @@ struct kn_plan_row {
 };
 
 /* A step, immutable once made: indexes only, no pointers into the scheduler, so that it can be sent
- * to executors elsewhere as it is. Valid until the next call of kn_sched_plan. */
+ * to executors elsewhere as it is. Valid until the next but one is made. */
 struct kn_step_plan {
     uint64_t step;
     uint32_t n_rows, n_tokens, n_pages, n_draws;
     uint32_t n_loading;       /* rows */
     uint64_t stall_ns;        /* how long the step may wait for them in all */
     struct kn_plan_row *rows; /* [n_rows] by claim, loading ones last */
-    int32_t *ids;             /* [n_tokens] */
-    uint32_t *pages;          /* [n_pages] */
+    int32_t *ids;    /* [n_tokens]; made ahead: -1 - i is token i that the step before draws */
+    uint32_t *pages; /* [n_pages] */
 };
 
 /* How the scheduler speaks to the handoff. create sets s->send / s->recv; each done is reported by
@@ -121,6 +121,10 @@ uint64_t kn_sched_next_wake_ns(const struct kn_sched *sched);
 
 /* Never NULL; n_rows 0 = nothing can be computed now. */
 const struct kn_step_plan *kn_sched_plan(struct kn_sched *sched, uint64_t now_ns);
+/* The step after `running`, made while that one runs and before it is known what it draws; NULL: it
+ * has to be known. If it is run, then step_done of `running` follows, and nothing else. */
+const struct kn_step_plan *
+kn_sched_plan_ahead(struct kn_sched *sched, const struct kn_step_plan *running, uint64_t now_ns);
 /* Whether layer `layer` of what the plan's rows need is there, or will not be waited for. With the
  * number of layers: whether all loads are done. */
 bool kn_sched_layer_ready(const struct kn_sched *sched, const struct kn_step_plan *plan, int layer);
@@ -154,7 +158,8 @@ struct kn_sched_stats {
     uint64_t loads, loads_given_up, loads_short; /* short: did not bring all that was promised */
     uint64_t load_wait_ns; /* of requests: what loads took and was not hidden behind computing */
     uint64_t overtakes;    /* rows computed behind loads */
-    uint64_t tokens_discarded; /* computed behind loads that did not come whole */
+    uint64_t steps_ahead;  /* of steps: planned while the one before ran */
+    uint64_t tokens_discarded; /* computed behind loads that did not come whole, or behind an end */
     uint64_t offers, offers_refused;
     uint64_t swapped, resumed; /* preemptions that kept their tail, and loads after preemptions */
 };

@@ -22,18 +22,23 @@ struct kn_sched {
     uint32_t *free_slots;  /* stack */
     uint32_t n_free_slots;
     uint64_t next_order;
-    uint64_t next_deadline_ns; /* no request ends earlier; may be too early */
-    uint64_t next_patience_ns; /* set by plan */
-    struct kn_step_plan plan;
-    uint32_t cap_plan_pages;                   /* of plan.pages: shared pages are in many rows */
-    uint64_t now_ns;                           /* as last told by tick or plan */
-    uint64_t next_load_ns;                     /* when loads are to be looked at again */
+    uint64_t next_deadline_ns;    /* no request ends earlier; may be too early */
+    uint64_t next_patience_ns;    /* set by plan */
+    struct kn_step_plan plans[2]; /* one may run while the other is made */
+    uint32_t cap_plan_pages[2];   /* of their pages: shared pages are in many rows */
+    uint32_t cur_plan;            /* made last */
+    uint64_t step;                /* of the plan made last */
+    bool looked;                  /* the last plan left nothing in the queue that it could admit,
+                                     and nothing has changed since */
+    uint64_t now_ns;              /* as last told by tick or plan */
+    uint64_t next_load_ns;        /* when loads are to be looked at again */
     struct kv_source *sources[KN_MAX_SOURCES]; /* cfg.sources */
     struct kn_rate rate;                       /* of computing prompts */
     uint64_t look_ns[KN_MAX_SOURCES];          /* moving average: how long an answer takes */
     struct kn_load_fit load_fit[KN_MAX_SOURCES];
     struct kn_offers *offers; /* NULL = nothing to offer to */
     bool closing;             /* ends: nothing is offered any more */
+    uint32_t n_over;          /* requests whose answer ended while a row of theirs was running */
     struct kn_sched_stats stats;
 };
 
@@ -50,6 +55,13 @@ static inline bool kn_seq_younger(const struct kn_seq *a, const struct kn_seq *b
 /* The one way to change a state: checks the edge, moves between lists, takes or returns the slot.
  */
 void kn_sched_set_state(struct kn_sched *sched, struct kn_seq *s, enum kn_seq_state to);
+/* The plan that is to be made next, empty. */
+struct kn_step_plan *kn_sched_new_plan(struct kn_sched *sched);
+/* A row of n tokens of s from `pos` on, with its pages; ids and what it draws are the caller's.
+ * NULL: no memory. */
+struct kn_plan_row *
+kn_sched_add_row(struct kn_sched *sched, struct kn_seq *s, uint32_t pos, uint32_t n);
+
 /* Brings the sum of waiting tokens up to date after n_computed or state changed. */
 void kn_sched_recount(struct kn_sched *sched, struct kn_seq *s);
 

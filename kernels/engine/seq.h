@@ -112,6 +112,9 @@ struct kn_seq {
 
     uint32_t slot;           /* KN_SLOT_NONE or its place among the rows */
     uint32_t step_tokens;    /* planned for this step */
+    uint64_t last_step;      /* the last planned one with a row of it */
+    bool over;               /* its answer ended, but it has a row in the step that runs */
+    bool again;              /* what that row computes counts for nothing */
     uint64_t needy_ns;       /* since when it has been waiting for pages or a slot, 0 = it is not */
     uint64_t held_ns;        /* since when it has had pages and could compute */
     uint32_t counted_tokens; /* its part of the scheduler's tokens_waiting */

@@ -20,6 +20,7 @@ struct kn_top {
 struct kn_token {
     int32_t id;
     float logprob; /* of id; 0 when logprobs are off */
+    bool undrawn;  /* the device could not draw: id stands in for it */
     int n_top;
     struct kn_top top[WIRE_MAX_LOGPROBS]; /* best first */
 };

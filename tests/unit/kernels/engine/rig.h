@@ -117,6 +117,7 @@ struct rig_opts {
     int max_ctx;
     int block, key_bits; /* prefix reuse; 0 = off */
     bool always_bring;
+    const struct kn_device_ops *device; /* NULL = that of the environment */
 };
 
 static inline void rig_create(struct rig *r, const struct bt_model_file *mf, struct rig_opts o)
@@ -127,7 +128,7 @@ static inline void rig_create(struct rig *r, const struct bt_model_file *mf, str
                   (size_t)c->head_dim * 2;
     struct kn_engine_cfg cfg = {.file = mf,
                                 .mem = &bt_mem_host,
-                                .device = rig_device(),
+                                .device = o.device ? o.device : rig_device(),
                                 .invariant = true, /* answers are compared across batches */
                                 .n_threads = o.threads,
                                 .isa = "auto",
