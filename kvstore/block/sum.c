@@ -127,14 +127,26 @@ static void unit4_plain(const struct four *f, uint64_t sums[4][8], uint8_t *last
     for (int i = 0; i < 4; i++) {
         memcpy(unit, f->now[i].from, sizeof(unit));
         unit_sums(unit, sums[i]);
-        memcpy(f->now[i].to, unit, sizeof(unit));
+        if (f->now[i].to) {
+            memcpy(f->now[i].to, unit, sizeof(unit));
+        }
     }
     memcpy(last, unit + sizeof(unit) - STRIPE, STRIPE);
 }
 
+/* Past the caches; through them; only summed. */
+enum store { STORE_PAST, STORE_KEPT, STORE_NONE };
+
 #if defined(__x86_64__)
-__attribute__((target("avx512f"))) static void
-unit4_avx512(const struct four *f, uint64_t sums[4][8], uint8_t *last)
+#define UNIT4(name, fn, isa, how)                                                                  \
+    __attribute__((target(isa))) static void name(const struct four *f, uint64_t sums[4][8],       \
+                                                  uint8_t *last)                                   \
+    {                                                                                              \
+        fn(f, sums, last, how);                                                                    \
+    }
+
+__attribute__((target("avx512f"), always_inline)) static inline void
+unit4_avx512_as(const struct four *f, uint64_t sums[4][8], uint8_t *last, enum store how)
 {
     __m512i a[4], x = _mm512_setzero_si512();
 
@@ -149,7 +161,11 @@ unit4_avx512(const struct four *f, uint64_t sums[4][8], uint8_t *last)
 
             x = _mm512_loadu_si512(f->now[i].from + STRIPE * s);
             _mm_prefetch(f->next[i] + STRIPE * s, _MM_HINT_T0);
-            _mm512_stream_si512((void *)(f->now[i].to + STRIPE * s), x);
+            if (how == STORE_PAST) {
+                _mm512_stream_si512((void *)(f->now[i].to + STRIPE * s), x);
+            } else if (how == STORE_KEPT) {
+                _mm512_store_si512((void *)(f->now[i].to + STRIPE * s), x);
+            }
             k = _mm512_xor_si512(x, key);
             k = _mm512_mul_epu32(k, _mm512_srli_epi64(k, 32));
             a[i] = _mm512_add_epi64(a[i], k);
@@ -162,8 +178,12 @@ unit4_avx512(const struct four *f, uint64_t sums[4][8], uint8_t *last)
     _mm512_storeu_si512(last, x);
 }
 
-__attribute__((target("avx2"))) static void
-unit4_avx2(const struct four *f, uint64_t sums[4][8], uint8_t *last)
+UNIT4(unit4_avx512_past, unit4_avx512_as, "avx512f", STORE_PAST)
+UNIT4(unit4_avx512_kept, unit4_avx512_as, "avx512f", STORE_KEPT)
+UNIT4(unit4_avx512_none, unit4_avx512_as, "avx512f", STORE_NONE)
+
+__attribute__((target("avx2"), always_inline)) static inline void
+unit4_avx2_as(const struct four *f, uint64_t sums[4][8], uint8_t *last, enum store how)
 {
     __m256i a[4][2], x[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
 
@@ -180,7 +200,11 @@ unit4_avx2(const struct four *f, uint64_t sums[4][8], uint8_t *last)
                 __m256i k;
 
                 x[h] = _mm256_loadu_si256((const __m256i *)(f->now[i].from + o));
-                _mm256_stream_si256((__m256i *)(f->now[i].to + o), x[h]);
+                if (how == STORE_PAST) {
+                    _mm256_stream_si256((__m256i *)(f->now[i].to + o), x[h]);
+                } else if (how == STORE_KEPT) {
+                    _mm256_store_si256((__m256i *)(f->now[i].to + o), x[h]);
+                }
                 k = _mm256_xor_si256(x[h], _mm256_loadu_si256(key + h));
                 k = _mm256_mul_epu32(k, _mm256_srli_epi64(k, 32));
                 a[i][h] = _mm256_add_epi64(a[i][h], k);
@@ -195,11 +219,15 @@ unit4_avx2(const struct four *f, uint64_t sums[4][8], uint8_t *last)
     _mm256_storeu_si256((__m256i *)last, x[0]);
     _mm256_storeu_si256((__m256i *)(last + 32), x[1]);
 }
+
+UNIT4(unit4_avx2_past, unit4_avx2_as, "avx2", STORE_PAST)
+UNIT4(unit4_avx2_kept, unit4_avx2_as, "avx2", STORE_KEPT)
+UNIT4(unit4_avx2_none, unit4_avx2_as, "avx2", STORE_NONE)
 #endif
 
 /* What widths there are for the two loops. */
 struct isa {
-    unit4_fn *unit4;
+    unit4_fn *unit4[3]; /* by enum store */
     void (*take)(struct kv_copy *c, uint64_t (*sums)[8], uint32_t n);
 };
 
@@ -241,7 +269,9 @@ static const struct isa *isa(void)
 {
 #if defined(__x86_64__)
     static const struct isa all[] = {
-        {unit4_plain, take_plain}, {unit4_avx2, take_plain}, {unit4_avx512, take_avx512}};
+        {{unit4_plain, unit4_plain, unit4_plain}, take_plain},
+        {{unit4_avx2_past, unit4_avx2_kept, unit4_avx2_none}, take_plain},
+        {{unit4_avx512_past, unit4_avx512_kept, unit4_avx512_none}, take_avx512}};
     static int found = -1; /* every thread finds the same */
     int f = __atomic_load_n(&found, __ATOMIC_RELAXED);
 
@@ -251,13 +281,23 @@ static const struct isa *isa(void)
     }
     return &all[BT_MIN(f, kv_copy_isa_max)];
 #else
-    static const struct isa plain = {unit4_plain, take_plain};
+    static const struct isa plain = {{unit4_plain, unit4_plain, unit4_plain}, take_plain};
 
     return &plain;
 #endif
 }
 
+static unit4_fn *unit4_of(const struct kv_copy *c)
+{
+    return isa()->unit4[!c->lanes[0].to ? STORE_NONE : c->keep ? STORE_KEPT : STORE_PAST];
+}
+
 static void add_bytes(struct kv_copy *c, char *to, const char *from, size_t n);
+
+static struct kv_copy_lane lane_at(const struct kv_copy_lane *l, size_t at)
+{
+    return (struct kv_copy_lane){l->to ? l->to + at : NULL, l->from + at};
+}
 
 /* Fewer than four: their units side by side. */
 static void run_few(struct kv_copy *c, uint32_t n)
@@ -271,17 +311,17 @@ static void run_few(struct kv_copy *c, uint32_t n)
             const struct kv_copy_lane *l = &c->lanes[(i + k) / per_lane];
             size_t at = (i + k) % per_lane * KV_COPY_UNIT;
 
-            f.now[k] = (struct kv_copy_lane){l->to + at, l->from + at};
+            f.now[k] = lane_at(l, at);
             f.next[k] = l->from + at;
         }
-        isa()->unit4(&f, sums, c->tail);
+        unit4_of(c)(&f, sums, c->tail);
         isa()->take(c, sums, 4);
     }
     for (; i < n_units; i++) {
         const struct kv_copy_lane *l = &c->lanes[i / per_lane];
         size_t at = i % per_lane * KV_COPY_UNIT;
 
-        add_bytes(c, l->to + at, l->from + at, KV_COPY_UNIT);
+        add_bytes(c, lane_at(l, at).to, l->from + at, KV_COPY_UNIT);
     }
 }
 
@@ -291,7 +331,7 @@ static void run_four(struct kv_copy *c)
     uint32_t units = c->lane_bytes / KV_COPY_UNIT;
     uint64_t sums[KV_COPY_LANE / KV_COPY_UNIT][4][8]; /* by unit, by lane */
     uint64_t in_order[4 * KV_COPY_LANE / KV_COPY_UNIT][8];
-    unit4_fn *fn = isa()->unit4;
+    unit4_fn *fn = unit4_of(c);
 
     for (uint32_t u = 0; u < units; u++) {
         struct four f;
@@ -300,7 +340,7 @@ static void run_four(struct kv_copy *c)
             const struct kv_copy_lane *l = &c->lanes[i];
             size_t at = (size_t)u * KV_COPY_UNIT;
 
-            f.now[i] = (struct kv_copy_lane){l->to + at, l->from + at};
+            f.now[i] = lane_at(l, at);
             f.next[i] = u + 1 < units        ? l->from + at + KV_COPY_UNIT
                         : i + 4 < c->n_lanes ? c->lanes[i + 4].from
                                              : l->from + at;
@@ -364,12 +404,18 @@ void kv_copy_begin(struct kv_copy *c)
     memcpy(c->acc, first_acc, sizeof(c->acc));
     c->bytes = 0;
     c->n_carry = c->n_lanes = 0;
-    c->has_pending = false;
+    c->has_pending = c->keep = false;
+}
+
+void kv_copy_begin_kept(struct kv_copy *c)
+{
+    kv_copy_begin(c);
+    c->keep = true;
 }
 
 static void add_lane(struct kv_copy *c, char *to, const char *from, size_t n)
 {
-    if (c->n_lanes > 0 && c->lane_bytes != n) {
+    if (c->n_lanes > 0 && (c->lane_bytes != n || !c->lanes[0].to != !to)) {
         run_lanes(c);
     }
     c->lane_bytes = (uint32_t)n;
@@ -389,8 +435,8 @@ void kv_copy_add(struct kv_copy *c, void *to, const void *from, size_t n)
     while (n > 0) {
         size_t k = BT_MIN(n, (size_t)KV_COPY_LANE);
 
-        /* Stores past the cache want whole lines. */
-        if (!t || (uintptr_t)t % STRIPE != 0 || k % KV_COPY_UNIT != 0 || c->n_carry > 0) {
+        /* Stores of whole lines. */
+        if ((uintptr_t)t % STRIPE != 0 || k % KV_COPY_UNIT != 0 || c->n_carry > 0) {
             run_lanes(c);
             add_bytes(c, t, f, k);
         } else {
@@ -450,6 +496,11 @@ uint64_t kv_copy_end(struct kv_copy *c)
     }
     v = (v ^ v >> 37) * 0x165667919E3779F9ull;
     return v ^ v >> 32;
+}
+
+uint64_t kv_sum_cold(const void *p, size_t n)
+{
+    return kv_copy_sum(NULL, p, n);
 }
 
 uint64_t kv_copy_sum(void *to, const void *from, size_t n)

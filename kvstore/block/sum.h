@@ -13,6 +13,8 @@
 
 uint64_t kv_sum(const void *p, size_t n);
 uint64_t kv_sum_seeded(const void *p, size_t n, uint64_t seed);
+/* As kv_sum, faster by a quarter where the bytes are in no cache, slower where they are. */
+uint64_t kv_sum_cold(const void *p, size_t n);
 
 #define KV_COPY_UNIT 1024u /* the sum's own: after so many bytes it is mixed */
 #define KV_COPY_LANE 4096u /* longest piece of a lane */
@@ -31,12 +33,15 @@ struct kv_copy {
     uint32_t n_lanes;    /* pieces that wait to be copied, of lane_bytes each */
     uint32_t lane_bytes;
     bool has_pending;
+    bool keep;        /* what is written goes through the caches */
     uint8_t tail[64]; /* the last bytes of the last whole unit */
     uint8_t carry[KV_COPY_UNIT];
     struct kv_copy_lane lanes[8]; /* four to copy, four to read ahead of */
 };
 
 void kv_copy_begin(struct kv_copy *c);
+/* For a copy that is used at once: it stays in the cache. */
+void kv_copy_begin_kept(struct kv_copy *c);
 /* The next n bytes: from `from` to `to`, in the order of the sum. to NULL: only summed. Both stay
  * valid until kv_copy_flush or kv_copy_end; they do not overlap. */
 void kv_copy_add(struct kv_copy *c, void *to, const void *from, size_t n);

@@ -19,6 +19,8 @@
 
 #define KV_PUMP_BYTES          (4u << 20)   /* hashed or copied in one go, then others get a turn */
 #define KV_PIECE_BYTES         (512u << 10) /* longest piece that is read or put */
+#define KV_AHEAD_BYTES         (8u << 20)   /* summed and not yet read: they stay in a cache */
+#define KV_LOT_BYTES           (1u << 20)   /* announced in one message */
 #define KV_DATA_PIECE_BYTES    (256u << 10) /* longest piece that travels in messages */
 #define KV_DATA_PART_BYTES     (60u << 10) /* of one message: fits a TCP segment of UCX, one copy */
 #define KV_MAX_WAITING_TICKETS 4096
@@ -116,6 +118,8 @@ struct kv_send {
     uint32_t first_page; /* D has what lies before it */
     uint32_t *sent;      /* [n_layers] pages announced, or before first_page */
     uint32_t *sealed;    /* [n_layers] scratch of the mover */
+    uint64_t announced;  /* PULL: bytes, with this ticket */
+    uint64_t reached;    /* of them in place, as D says */
     uint32_t n_ops;      /* operations that read our pages */
     int why_rc;          /* ABORTING: what done will say */
     char why[232];
@@ -164,6 +168,7 @@ struct kv_recv {
     struct bt_list peer_link;
     const char *transport; /* of the last peer; static */
     uint64_t bytes;        /* in place and checked */
+    uint64_t reached;      /* of them, that P knows of */
     uint32_t ticket;
     enum bt_net_method method;
     bool retried;
@@ -296,6 +301,8 @@ bool kv_send_move(struct kv_work *w, size_t *budget);
 /* Puts that are over but not told of, because an earlier one is not: they are not told any more. */
 void kv_send_drop_placed(struct kv_send *s);
 void kv_send_resend(struct kv_send *s, const struct wire_handoff *m);
+/* D is so far. */
+void kv_send_reached(struct kv_send *s, const struct wire_handoff *m);
 void kv_send_on_ticket_timer(struct bt_net_timer *t);
 void kv_ticket_free(struct kv_ticket *t);
 

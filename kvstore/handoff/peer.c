@@ -427,7 +427,8 @@ static void on_closed(void *arg, struct bt_net_peer *net, int rc)
 /* The decode node calls, the prefill node is called: always. */
 static bool is_from_d(enum wire_handoff_type t)
 {
-    return t == WIRE_HANDOFF_TICKET || t == WIRE_HANDOFF_RESEND || t == WIRE_HANDOFF_ACK;
+    return t == WIRE_HANDOFF_TICKET || t == WIRE_HANDOFF_RESEND || t == WIRE_HANDOFF_ACK ||
+           t == WIRE_HANDOFF_REACHED;
 }
 
 static bool is_from_p(enum wire_handoff_type t)
@@ -467,6 +468,7 @@ static void dispatch(struct kv_peer *p, const struct wire_handoff *m, struct bt_
     case WIRE_HANDOFF_TICKET:
     case WIRE_HANDOFF_RESEND:
     case WIRE_HANDOFF_ACK:
+    case WIRE_HANDOFF_REACHED:
         kv_send_on_message(p, m, data);
         break;
     case WIRE_HANDOFF_ANNOUNCE:

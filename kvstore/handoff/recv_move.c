@@ -184,6 +184,24 @@ void kv_recv_piece_placed(struct kv_piece *piece)
     }
 }
 
+/* P keeps its sums a little ahead of us. */
+static void tell_reached(struct kv_recv *r)
+{
+    struct wire_handoff m = {
+        .type = WIRE_HANDOFF_REACHED,
+        .id_hi = r->end.id.hi,
+        .id_lo = r->end.id.lo,
+        .ticket = r->ticket,
+        .reached = r->bytes,
+    };
+
+    if (r->method == BT_NET_METHOD_PULL && r->peer->version >= 3 &&
+        r->bytes - r->reached >= WIRE_HANDOFF_REACHED_BYTES) {
+        r->reached = r->bytes;
+        kv_peer_send(r->peer, &m, (struct bt_str){0});
+    }
+}
+
 /* The bytes are there and `sum` is theirs: right, once more, or the end. */
 static void judge(struct kv_piece *piece, uint64_t sum)
 {
@@ -213,6 +231,7 @@ static void judge(struct kv_piece *piece, uint64_t sum)
     }
     kv_add(&h->bytes, piece->bytes);
     r->bytes += piece->bytes;
+    tell_reached(r);
     kv_recv_piece_placed(piece);
     kv_recv_check_end(r);
 }

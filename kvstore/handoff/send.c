@@ -342,6 +342,7 @@ static void accept_ticket(struct kv_send *s, struct kv_ticket *t)
     s->ticket = t->ticket;
     s->method = t->method;
     s->acked = s->aborted_seen = s->owe_aborted = false;
+    s->announced = s->reached = 0;
     s->first_page = t->n_have / (uint32_t)s->end.fmt->layout->page_tokens;
     for (int l = 0; l < s->end.fmt->layout->n_layers; l++) {
         s->sent[l] = s->first_page;
@@ -637,6 +638,8 @@ void kv_send_on_message(struct kv_peer *p, const struct wire_handoff *m, struct 
             s->aborted_seen = true;
             check_end(s);
         }
+    } else if (m->type == WIRE_HANDOFF_REACHED) {
+        kv_send_reached(s, m);
     } else if (s->state == KV_SEND_TICKETED || s->state == KV_SEND_COMMITTED) {
         kv_send_resend(s, m);
     }

@@ -3,7 +3,8 @@
  * A page is announced when no token of it will be written any more: whole pages as the layers pass,
  * the last, partly filled one with the prompt's last token. A piece is a run of pages that are
  * neighbours in the pool, so its bytes in one layer are contiguous.
- *   pull     ANNOUNCE tells where the pieces are and their checksums
+ *   pull     ANNOUNCE tells where the pieces are and their checksums; what was summed is still in a
+ *            cache when D reads it: so sums stay a few MB ahead of what D says it has reached
  *   message  DATA carries one piece; bounded bytes in flight
  *   put      the piece is written into D's pages, and PLACED follows when it is visible there */
 #include "kvstore/handoff/handoff_int.h"
@@ -68,7 +69,7 @@ static bool make_piece(struct kv_send *s,
     }
     *ret = (struct wire_piece){
         .page = s->pages[first], .generation = s->generations[first], .n_pages = n};
-    ret->sum = kv_sum(piece_bytes(s, layer, ret), n * stride);
+    ret->sum = kv_sum_cold(piece_bytes(s, layer, ret), n * stride);
     return true;
 }
 
@@ -83,14 +84,14 @@ static void head_of(const struct kv_send *s, enum wire_handoff_type type, struct
 static bool
 announce(struct kv_send *s, uint32_t layer, uint32_t end, uint32_t *used_pages, size_t *budget)
 {
-    size_t stride = s->end.fmt->layout->page_stride;
+    size_t stride = s->end.fmt->layout->page_stride, bytes = 0;
     uint32_t at = s->sent[layer];
     struct wire_handoff m;
 
     head_of(s, WIRE_HANDOFF_ANNOUNCE, &m);
     m.layer = layer;
     m.first_page = at;
-    while (at < end && m.n_pieces<WIRE_HANDOFF_MAX_PIECES && * budget> 0) {
+    while (at < end && m.n_pieces < WIRE_HANDOFF_MAX_PIECES && bytes<KV_LOT_BYTES && * budget> 0) {
         struct wire_piece *piece = &m.pieces[m.n_pieces];
 
         if (!make_piece(s, layer, at, end, KV_PIECE_BYTES, piece)) {
@@ -98,10 +99,30 @@ announce(struct kv_send *s, uint32_t layer, uint32_t end, uint32_t *used_pages, 
         }
         m.n_pieces++;
         at += piece->n_pages;
+        bytes += piece->n_pages * stride;
         *budget -= BT_MIN(*budget, piece->n_pages * stride);
     }
+    s->announced += bytes;
     *used_pages = at - s->sent[layer];
     return kv_peer_send(s->peer, &m, (struct bt_str){0});
+}
+
+/* D can tell how far it is, and is far behind. */
+static bool is_far_ahead(const struct kv_send *s)
+{
+    return s->peer->version >= 3 && s->announced - s->reached >= KV_AHEAD_BYTES;
+}
+
+void kv_send_reached(struct kv_send *s, const struct wire_handoff *m)
+{
+    if (s->method != BT_NET_METHOD_PULL || m->reached < s->reached || m->reached > s->announced) {
+        kv_peer_violation(s->peer, "REACHED what was not announced", m);
+        return;
+    }
+    s->reached = m->reached;
+    if (s->state == KV_SEND_TICKETED) {
+        kv_work_ready(s->end.h, &s->work);
+    }
 }
 
 /* ---- message ---- */
@@ -331,7 +352,7 @@ static bool move_layer(struct kv_send *s, uint32_t layer, uint32_t end, size_t *
     uint32_t n = 0;
 
     if (s->method == BT_NET_METHOD_PULL) {
-        if (!announce(s, layer, end, &n, budget)) {
+        if (is_far_ahead(s) || !announce(s, layer, end, &n, budget)) {
             return false;
         }
         s->sent[layer] += n;

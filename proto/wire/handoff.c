@@ -5,9 +5,9 @@
 
 const char *wire_handoff_type_name(int type)
 {
-    static const char *const names[] = {"?",        "HELLO", "REFUSE", "PING",   "PONG",   "TICKET",
-                                        "ANNOUNCE", "DATA",  "PLACED", "COMMIT", "RESEND", "ABORT",
-                                        "NO",       "ACK",   "ACKED",  "ABORTED"};
+    static const char *const names[] = {
+        "?",      "HELLO",  "REFUSE", "PING", "PONG", "TICKET", "ANNOUNCE", "DATA",   "PLACED",
+        "COMMIT", "RESEND", "ABORT",  "NO",   "ACK",  "ACKED",  "ABORTED",  "REACHED"};
 
     return type > 0 && type < (int)BT_ARRAY_LEN(names) ? names[type] : names[0];
 }
@@ -139,6 +139,10 @@ static void pack_rest(const struct wire_handoff *m, struct cursor *c)
     case WIRE_HANDOFF_ACKED:
     case WIRE_HANDOFF_ABORTED:
         put(c, 0, 4);
+        break;
+    case WIRE_HANDOFF_REACHED:
+        put(c, 0, 4);
+        put(c, m->reached, 8);
         break;
     }
 }
@@ -335,6 +339,11 @@ static void unpack_rest(struct cursor *c, struct wire_handoff *m)
     case WIRE_HANDOFF_ACKED:
     case WIRE_HANDOFF_ABORTED:
         get_zero(c, 4);
+        break;
+    case WIRE_HANDOFF_REACHED:
+        get_zero(c, 4);
+        m->reached = get(c, 8);
+        c->bad = c->bad || m->version < 3;
         break;
     default:
         c->bad = true;

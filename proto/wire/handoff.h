@@ -38,17 +38,21 @@
  *   ACK, ACKED,      28  u32 zero
  *   ABORTED
  *
+ * Version 3:
+ *   REACHED          28  u32 zero   32  u64 bytes of announced pieces that are in place, all in all
+ *                        (pull; from D, after every REACHED_BYTES of them at the latest)
+ *
  * Evolution: HELLO and REFUSE keep their layout in every version and carry version 1; a node speaks
- * versions N and N-1 and uses the highest both speak. A new field goes to the end of its head under
- * a new version. */
+ * versions N and N-1 (and 1, as long as that costs nothing) and uses the highest both speak. A new
+ * field goes to the end of its head under a new version. */
 #ifndef WIRE_HANDOFF_H
 #define WIRE_HANDOFF_H
 
 #include "common/base/rc.h"
 
 #define WIRE_HANDOFF_MAGIC       0x4f48
-#define WIRE_HANDOFF_VERSION     2 /* N */
-#define WIRE_HANDOFF_VERSION_MIN 1 /* N-1 */
+#define WIRE_HANDOFF_VERSION     3 /* N */
+#define WIRE_HANDOFF_VERSION_MIN 1 /* N-2 */
 
 #define WIRE_HANDOFF_MAX_HEAD    4096
 #define WIRE_HANDOFF_MAX_NAME    128
@@ -59,6 +63,8 @@
 #define WIRE_HANDOFF_MAX_FIRST   16
 #define WIRE_HANDOFF_NO_METHOD   255
 #define WIRE_HANDOFF_AGAIN       1 /* flag: a piece that was asked for again */
+
+#define WIRE_HANDOFF_REACHED_BYTES (2u << 20)
 
 enum wire_handoff_type {
     WIRE_HANDOFF_HELLO = 1,
@@ -76,6 +82,7 @@ enum wire_handoff_type {
     WIRE_HANDOFF_ACK,
     WIRE_HANDOFF_ACKED,
     WIRE_HANDOFF_ABORTED,
+    WIRE_HANDOFF_REACHED, /* since version 3 */
 };
 
 struct wire_piece {
@@ -117,6 +124,7 @@ struct wire_handoff {
     int32_t first[WIRE_HANDOFF_MAX_FIRST];
     int32_t rc; /* REFUSE, ABORT, NO */
     struct bt_str text;
+    uint64_t reached; /* REACHED */
 };
 
 /* Writes the head into buf (WIRE_HANDOFF_MAX_HEAD bytes); returns its size. Longer names, keys and

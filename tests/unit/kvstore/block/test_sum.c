@@ -77,7 +77,11 @@ static void test_cut_anywhere_it_is_the_same(void **state)
         struct kv_copy c;
 
         memset(to, 0, MAX);
-        kv_copy_begin(&c);
+        if (round % 2) {
+            kv_copy_begin_kept(&c);
+        } else {
+            kv_copy_begin(&c);
+        }
         while (at < n) {
             size_t k = round % 3 ? steps[rnd() % BT_ARRAY_LEN(steps)] : rnd() % 9000;
 
@@ -121,6 +125,8 @@ static void test_sums_without_a_copy(void **state)
 {
     for (size_t n = 0; n < 5000; n += 7) {
         assert_int_equal(kv_sum(from, n), XXH3_64bits(from, n));
+        assert_int_equal(kv_sum_cold(from + n % 3, n), XXH3_64bits(from + n % 3, n));
+        assert_int_equal(kv_sum_cold(from, MAX - n), XXH3_64bits(from, MAX - n));
         assert_int_equal(kv_sum_seeded(from, n, n * 77), XXH3_64bits_withSeed(from, n, n * 77));
     }
 }

@@ -683,8 +683,13 @@ static const struct wire_handoff hello = {
     .name = {"evil", 4},
 };
 
-/* Says hello if `greet`, then the message; the connection must be closed by the other side. */
-static void attack(struct node *victim, bool greet, struct wire_handoff m, struct bt_str raw)
+/* Says hello if it is given, a ticket likewise, then the message; the connection must be closed by
+ * the other side. */
+static void attack_with(struct node *victim,
+                        const struct wire_handoff *greeting,
+                        const struct wire_handoff *ticket,
+                        struct wire_handoff m,
+                        struct bt_str raw)
 {
     const struct bt_net_cfg cfg = {.listen = "127.0.0.1:0", .transports = "tcp"};
     struct stranger s = {.address = kv_handoff_address(victim->h)};
@@ -694,8 +699,13 @@ static void attack(struct node *victim, bool greet, struct wire_handoff m, struc
     side_on_net(s.net, stranger_connect, &s);
     assert_int_equal(s.rc, BT_OK);
     assert_true(EVENTUALLY(LOAD(s.greeted)));
-    if (greet) {
-        s.m = hello;
+    if (greeting) {
+        s.m = *greeting;
+        side_on_net(s.net, stranger_send, &s);
+        assert_int_equal(s.rc, BT_OK);
+    }
+    if (ticket) {
+        s.m = *ticket;
         side_on_net(s.net, stranger_send, &s);
         assert_int_equal(s.rc, BT_OK);
     }
@@ -706,6 +716,41 @@ static void attack(struct node *victim, bool greet, struct wire_handoff m, struc
         fail_msg("%s was not punished", wire_handoff_type_name((int)m.type));
     }
     bt_net_destroy(s.net);
+}
+
+static void attack(struct node *victim, bool greet, struct wire_handoff m, struct bt_str raw)
+{
+    attack_with(victim, greet ? &hello : NULL, NULL, m, raw);
+}
+
+/* Who reads P's pages says more than there was to read, or says it where nothing is read. */
+static void test_hostile_words_on_what_is_reached(void **state)
+{
+    static const enum bt_net_method methods[] = {BT_NET_METHOD_PULL, BT_NET_METHOD_MESSAGE};
+    struct wire_handoff new_hello = hello;
+    struct node p;
+
+    new_hello.version_max = 3;
+    open_node(&p, (struct node_opts){.name = "p0", .transports = "tcp"});
+    for (size_t i = 0; i < BT_ARRAY_LEN(methods); i++) {
+        struct wire_handoff ticket = {.type = WIRE_HANDOFF_TICKET, .version = 3, .ticket = 1};
+        struct wire_handoff m = {.type = WIRE_HANDOFF_REACHED, .version = 3, .ticket = 1};
+        struct prompt a;
+
+        assert_true(prompt_pages(&a, &p, 70 + i, 64, KV_OWNER_SEQ));
+        assert_int_equal(prompt_send(&a), BT_OK);
+        m.id_hi = ticket.id_hi = a.id.hi;
+        m.id_lo = ticket.id_lo = a.id.lo;
+        ticket.n_tokens = 64;
+        ticket.method = (uint8_t)methods[i];
+        m.reached = methods[i] == BT_NET_METHOD_PULL;
+        attack_with(&p, &new_hello, &ticket, m, (struct bt_str){0});
+        assert_int_equal(a.ticketed, 1);
+        kv_send_abort(a.send, BT_E_CANCELLED);
+        assert_true(EVENTUALLY(LOAD(a.done)));
+        prompt_free(&a, KV_OWNER_SEQ);
+    }
+    node_close(&p);
 }
 
 static void test_hostile_messages_close_their_peer_alone(void **state)
@@ -771,6 +816,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_KVX_02_cancelled_load_leaves_nothing),
         cmocka_unit_test(test_KVX_09_200_restarts_at_one_address),
         cmocka_unit_test(test_hostile_messages_close_their_peer_alone),
+        cmocka_unit_test(test_hostile_words_on_what_is_reached),
     };
 
     if (argc > 1) {

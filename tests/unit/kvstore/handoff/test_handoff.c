@@ -209,6 +209,27 @@ static void test_behind_with_a_peer_of_version_1(void **state)
     all_lengths((struct node_opts){.wire_version = 1, .method = "put"}, (struct node_opts){0});
 }
 
+/* Longer than P's sums may be ahead of D: it goes on as D tells how far it is, and without that
+ * where one of the two is older. */
+static void test_long_prompts_between_versions(void **state)
+{
+    static const uint32_t versions[][2] = {{3, 3}, {2, 3}, {3, 2}, {1, 3}};
+
+    for (size_t i = 0; i < BT_ARRAY_LEN(versions); i++) {
+        struct node_opts op = {.n_layers = 6, .n_kv_heads = 8, .head_dim = 128}, od = op;
+        struct node p, d;
+
+        op.wire_version = versions[i][0];
+        od.wire_version = versions[i][1];
+        open_pair(&p, &d, op, od);
+        hand_over(&p, &d, 1000, 1000, false); /* 24 MiB */
+        hand_over(&p, &d, 1000, 128, true);
+        assert_int_equal(kv_handoff_stats(d.h).checksum_errors, 0);
+        node_close(&d);
+        node_close(&p);
+    }
+}
+
 static void test_pages_that_do_not_fit(void **state)
 {
     static const struct {
@@ -248,6 +269,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_only_what_lies_behind_is_sent),
         cmocka_unit_test(test_behind_with_other_page_sizes),
         cmocka_unit_test(test_behind_with_a_peer_of_version_1),
+        cmocka_unit_test(test_long_prompts_between_versions),
         cmocka_unit_test(test_pages_that_do_not_fit),
     };
 

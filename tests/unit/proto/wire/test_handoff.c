@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define N_SAMPLES (WIRE_HANDOFF_ABORTED + 1) /* one of each type, and another TICKET */
+#define N_SAMPLES (WIRE_HANDOFF_REACHED + 1) /* one of each type, and another TICKET */
 
 static struct wire_handoff sample_of(enum wire_handoff_type type, uint8_t version)
 {
@@ -64,16 +64,20 @@ static struct wire_handoff sample_of(enum wire_handoff_type type, uint8_t versio
         m.n_pages = 3;
         m.generation = 4;
     }
+    if (type == WIRE_HANDOFF_REACHED) {
+        m.reached = 0x1234567890;
+    }
     return m;
 }
 
-/* i from 1 to N_SAMPLES: the types in their order in version 1, then TICKET in version 2. */
+/* i from 1 to N_SAMPLES: the types in their order in version 1, REACHED in its own, then TICKET in
+ * version 2. */
 static struct wire_handoff sample(int i)
 {
     struct wire_handoff m;
 
-    if (i <= WIRE_HANDOFF_ABORTED) {
-        return sample_of((enum wire_handoff_type)i, 1);
+    if (i <= WIRE_HANDOFF_REACHED) {
+        return sample_of((enum wire_handoff_type)i, i == WIRE_HANDOFF_REACHED ? 3 : 1);
     }
     m = sample_of(WIRE_HANDOFF_TICKET, 2);
     m.n_have = 128;
@@ -98,6 +102,7 @@ static void test_round_trips(void **state)
         assert_int_equal(got.ticket, m.ticket);
         assert_int_equal(got.n_tokens, m.n_tokens);
         assert_int_equal(got.n_have, m.n_have);
+        assert_int_equal(got.reached, m.reached);
         assert_int_equal(got.block_tokens, m.block_tokens);
         assert_int_equal(got.origin_incarnation, m.origin_incarnation);
         assert_memory_equal(got.root, m.root, sizeof(m.root));
@@ -174,7 +179,7 @@ static void test_versions_are_named(void **state)
     n = wire_handoff_pack(&m, head);
     assert_int_equal(wire_handoff_unpack((struct bt_str){head, n}, &got, &err), BT_E_INCOMPATIBLE);
     assert_non_null(strstr(err.msg, "version 9"));
-    assert_non_null(strstr(err.msg, "1 to 2"));
+    assert_non_null(strstr(err.msg, "1 to 3"));
     assert_int_equal(wire_handoff_unpack(BT_STR("GET / HTTP/1.1\r\n"), &got, &err),
                      BT_E_PEER_PROTOCOL);
 }
