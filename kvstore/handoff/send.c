@@ -591,9 +591,9 @@ static void on_ack(struct kv_peer *p, struct kv_send *s, const struct wire_hando
     } else if (s->state == KV_SEND_ABORTING) {
         s->aborted_seen = true;
         check_end(s);
-    } else {
+    } else if (s->state == KV_SEND_TICKETED) {
         kv_peer_violation(p, "ACK before COMMIT", m);
-    }
+    } /* else DONE: COMMIT was repeated, and so was the ACK */
 }
 
 static void withdraw_ticket(struct kv_peer *p, const struct wire_handoff *m)

@@ -635,13 +635,18 @@ struct stranger {
     struct wire_handoff m;
     struct bt_str data, raw;
     int greeted, closed, rc;
+    int commits;
 };
 
 static void
 stranger_message(void *arg, struct bt_net_peer *peer, struct bt_str h, struct bt_str data)
 {
     struct stranger *s = arg;
+    struct wire_handoff m;
 
+    if (wire_handoff_unpack(h, &m, NULL) == BT_OK && m.type == WIRE_HANDOFF_COMMIT) {
+        INC(s->commits);
+    }
     INC(s->greeted);
 }
 
@@ -666,6 +671,12 @@ static void stranger_send(void *arg)
     struct bt_str h = s->raw.n ? s->raw : (struct bt_str){head, wire_handoff_pack(&s->m, head)};
 
     s->rc = bt_net_send(s->peer, h, s->data, NULL, NULL);
+}
+
+static void stranger_send_twice(void *arg)
+{
+    stranger_send(arg);
+    stranger_send(arg);
 }
 
 static const struct wire_handoff hello = {
@@ -753,6 +764,49 @@ static void test_hostile_words_on_what_is_reached(void **state)
     node_close(&p);
 }
 
+/* P asks again for an ACK that is late, and gets two: both may come in before it has let go of the
+ * prompt. */
+static void test_an_ack_said_twice_breaks_nothing(void **state)
+{
+    const struct bt_net_cfg cfg = {.listen = "127.0.0.1:0", .transports = "tcp"};
+    struct stranger s = {0};
+    const struct bt_net_handlers on = {&s, NULL, stranger_message, stranger_closed};
+    struct node p;
+
+    open_node(&p, (struct node_opts){.name = "p0", .transports = "tcp"});
+    s.address = kv_handoff_address(p.h);
+    assert_int_equal(bt_net_create(&cfg, &on, &s.net, NULL), BT_OK);
+    side_on_net(s.net, stranger_connect, &s);
+    assert_int_equal(s.rc, BT_OK);
+    s.m = hello;
+    side_on_net(s.net, stranger_send, &s);
+    for (int i = 0; i < 20; i++) {
+        struct prompt a;
+
+        assert_true(prompt_pages(&a, &p, 90 + (uint64_t)i, 64, KV_OWNER_SEQ));
+        assert_int_equal(prompt_send(&a), BT_OK);
+        prompt_compute(&a, 0, 64);
+        prompt_finish(&a);
+        s.m = (struct wire_handoff){.type = WIRE_HANDOFF_TICKET,
+                                    .version = 1,
+                                    .id_hi = a.id.hi,
+                                    .id_lo = a.id.lo,
+                                    .ticket = 1 + (uint32_t)i,
+                                    .n_tokens = 64,
+                                    .method = BT_NET_METHOD_PULL};
+        side_on_net(s.net, stranger_send, &s);
+        assert_true(EVENTUALLY(LOAD(s.commits) > i));
+        s.m.type = WIRE_HANDOFF_ACK;
+        side_on_net(s.net, stranger_send_twice, &s);
+        assert_true(EVENTUALLY(LOAD(a.done)));
+        assert_int_equal(a.rc, BT_OK);
+        prompt_free(&a, KV_OWNER_SEQ);
+    }
+    assert_int_equal(LOAD(s.closed), 0);
+    bt_net_destroy(s.net);
+    node_close(&p);
+}
+
 static void test_hostile_messages_close_their_peer_alone(void **state)
 {
     const struct bt_str none = {0};
@@ -817,6 +871,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_KVX_09_200_restarts_at_one_address),
         cmocka_unit_test(test_hostile_messages_close_their_peer_alone),
         cmocka_unit_test(test_hostile_words_on_what_is_reached),
+        cmocka_unit_test(test_an_ack_said_twice_breaks_nothing),
     };
 
     if (argc > 1) {
