@@ -324,13 +324,13 @@ static void handle_message(struct bt_rpc_client_call *call)
 
     call->recv_buf = NULL;
     rc = bt_rpc_unpack(arena, &args, buf, &msg);
-    grpc_byte_buffer_destroy(buf);
     if (rc < 0) {
         snprintf(text, sizeof(text), "response cannot be decoded as %s", call->response->name);
         cancel_with(call, GRPC_STATUS_INTERNAL, text);
     } else if (call->events->message) {
         call->events->message(call, msg);
     }
+    grpc_byte_buffer_destroy(buf);
     bt_rpc_arena_trim(arena);
 }
 

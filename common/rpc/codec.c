@@ -4,6 +4,7 @@
  * cap, not the sender, decides how much that may cost. protobuf-c recurses only as deep as our own
  * message types nest, and refuses groups. */
 #include "common/base/buf.h"
+#include "common/base/varint.h"
 #include "common/rpc/rpc_int.h"
 
 #include <grpc/byte_buffer.h>
@@ -107,6 +108,50 @@ static grpc_byte_buffer *pack(const ProtobufCMessage *msg, size_t n)
     return buf;
 }
 
+static int refuse(struct bt_rpc_arena *a, const ProtobufCMessageDescriptor *desc)
+{
+    snprintf(a->why, sizeof(a->why),
+             a->exceeded ? "%s takes too much memory when decoded" : "malformed %s", desc->name);
+    return a->exceeded ? BT_E_EXHAUSTED : BT_E_FORMAT;
+}
+
+/* Into msg, which was decoded from the rest of the bytes. */
+static int decode_list(struct bt_rpc_arena *a, const struct bt_rpc_cut *cut, ProtobufCMessage *msg)
+{
+    const uint8_t *p = (const uint8_t *)cut->bytes.p;
+    size_t n = bt_varints_count(p, cut->bytes.n);
+    int32_t *v = arena_alloc(a, n * sizeof(*v));
+    bool shortest;
+
+    if (!v) {
+        return BT_E_EXHAUSTED;
+    }
+    if (bt_varints_read(p, cut->bytes.n, v, &shortest) < 0) {
+        return BT_E_FORMAT;
+    }
+    if (bt_rpc_cut_put(cut, msg, v, n)) {
+        a->list = v;
+        a->list_bytes = shortest ? cut->bytes : (struct bt_str){NULL, 0};
+    }
+    return BT_OK;
+}
+
+/* The message without its list; NULL as protobuf-c says so. */
+static ProtobufCMessage *decode_rest(struct bt_rpc_arena *a,
+                                     const ProtobufCMessageDescriptor *desc,
+                                     const struct bt_rpc_cut *cut,
+                                     struct bt_str *ret_rest)
+{
+    ProtobufCAllocator alloc = {arena_alloc, arena_free, a};
+    uint8_t *p = arena_alloc(a, bt_rpc_cut_room(cut));
+
+    if (!p) {
+        return NULL;
+    }
+    *ret_rest = (struct bt_str){(const char *)p, bt_rpc_cut_rest(cut, p)};
+    return protobuf_c_message_unpack(desc, &alloc, ret_rest->n, p);
+}
+
 /* Contiguous bytes in, message out. */
 static int decode(struct bt_rpc_arena *a,
                   const struct bt_rpc_unpack_args *args,
@@ -114,20 +159,51 @@ static int decode(struct bt_rpc_arena *a,
                   ProtobufCMessage **ret_msg)
 {
     ProtobufCAllocator alloc = {arena_alloc, arena_free, a};
-    const uint8_t *p = (const uint8_t *)bytes.p;
-    ProtobufCMessage *msg = protobuf_c_message_unpack(args->desc, &alloc, bytes.n, p);
+    struct bt_str rest = bytes;
+    struct bt_rpc_cut cut;
+    ProtobufCMessage *msg;
+    bool cuts = bt_rpc_cut_find(args->desc, bytes, &cut);
 
-    if (!msg) {
-        snprintf(a->why, sizeof(a->why),
-                 a->exceeded ? "%s takes too much memory when decoded" : "malformed %s",
-                 args->desc->name);
-        return a->exceeded ? BT_E_EXHAUSTED : BT_E_FORMAT;
+    a->list = NULL;
+    msg = cuts ? decode_rest(a, args->desc, &cut, &rest)
+               : protobuf_c_message_unpack(args->desc, &alloc, bytes.n, (const uint8_t *)bytes.p);
+    if (!msg || (cuts && decode_list(a, &cut, msg) < 0)) {
+        return refuse(a, args->desc);
     }
-    if (args->strict && bt_rpc_check_strings(args->desc, p, bytes.n, a->why, sizeof(a->why)) < 0) {
+    if (args->strict && bt_rpc_check_strings(args->desc, (const uint8_t *)rest.p, rest.n, a->why,
+                                             sizeof(a->why)) < 0) {
         return BT_E_FORMAT;
     }
     *ret_msg = msg;
     return BT_OK;
+}
+
+/* All n bytes in one piece: where they are, if they are in one, else in the arena. */
+static int gather(struct bt_rpc_arena *a, grpc_byte_buffer *buf, struct bt_str *bytes)
+{
+    grpc_byte_buffer_reader reader;
+    grpc_slice *s;
+    size_t at = 0;
+    char *p = NULL;
+
+    if (!grpc_byte_buffer_reader_init(&reader, buf)) {
+        return BT_E_FORMAT;
+    }
+    while (at < bytes->n && grpc_byte_buffer_reader_peek(&reader, &s)) {
+        size_t n = BT_MIN(GRPC_SLICE_LENGTH(*s), bytes->n - at);
+
+        if (n == bytes->n) {
+            bytes->p = (const char *)GRPC_SLICE_START_PTR(*s);
+        } else if (!p && !(p = arena_alloc(a, bytes->n))) {
+            break;
+        } else {
+            memcpy(p + at, GRPC_SLICE_START_PTR(*s), n);
+            bytes->p = p;
+        }
+        at += n;
+    }
+    grpc_byte_buffer_reader_destroy(&reader);
+    return at == bytes->n ? BT_OK : BT_E_FORMAT;
 }
 
 int bt_rpc_unpack(struct bt_rpc_arena *a,
@@ -135,31 +211,10 @@ int bt_rpc_unpack(struct bt_rpc_arena *a,
                   grpc_byte_buffer *buf,
                   ProtobufCMessage **ret_msg)
 {
-    grpc_byte_buffer_reader reader;
-    grpc_slice *first, whole = grpc_empty_slice();
     struct bt_str bytes = {"", grpc_byte_buffer_length(buf)};
-    int rc;
 
-    arena_reset(a, args->limit_bytes);
-    snprintf(a->why, sizeof(a->why), "malformed %s", args->desc->name);
-    if (!grpc_byte_buffer_reader_init(&reader, buf)) {
-        return BT_E_FORMAT;
-    }
-    if (grpc_byte_buffer_reader_peek(&reader, &first) && GRPC_SLICE_LENGTH(*first) == bytes.n) {
-        bytes.p = (const char *)GRPC_SLICE_START_PTR(*first); /* in one piece: no copy */
-    } else if (bytes.n > 0) {
-        grpc_byte_buffer_reader_destroy(&reader);
-        if (!grpc_byte_buffer_reader_init(&reader, buf)) {
-            return BT_E_FORMAT;
-        }
-        whole = grpc_byte_buffer_reader_readall(&reader);
-        bytes.p = (const char *)GRPC_SLICE_START_PTR(whole);
-        bytes.n = GRPC_SLICE_LENGTH(whole);
-    }
-    rc = decode(a, args, bytes, ret_msg);
-    grpc_slice_unref(whole);
-    grpc_byte_buffer_reader_destroy(&reader);
-    return rc;
+    arena_reset(a, args->limit_bytes + bytes.n);
+    return gather(a, buf, &bytes) < 0 ? refuse(a, args->desc) : decode(a, args, bytes, ret_msg);
 }
 
 void bt_rpc_sendq_init(struct bt_rpc_sendq *q, size_t max_bytes)

@@ -5,6 +5,7 @@
 
 #include "common/ds/list.h"
 #include "common/ds/map.h"
+#include "common/rpc/lists.h"
 #include "common/rpc/loop.h"
 #include "common/rpc/rpc.h"
 #include "common/sec/sec.h"
@@ -56,11 +57,15 @@ struct bt_rpc_arena {
     size_t limit_bytes;          /* for the message being decoded */
     bool exceeded;
     char why[160]; /* the last decoding failed: what for */
+    /* A long list of the message, see lists.c; NULL = none. */
+    const int32_t *list;
+    struct bt_str list_bytes; /* what it was read from, unless that is longer than need be */
 };
 void bt_rpc_arena_fini(struct bt_rpc_arena *a);
 
-/* codec.c. Decodes `buf` (kept by the caller) into the arena, whose content before is lost;
- * valid until the next unpack. BT_E_FORMAT or BT_E_EXHAUSTED, the reason in a->why. */
+/* codec.c. Decodes `buf` (kept by the caller, and alive as long as the message) into the arena,
+ * whose content before is lost; valid until the next unpack. BT_E_FORMAT or BT_E_EXHAUSTED, the
+ * reason in a->why. */
 struct bt_rpc_unpack_args {
     const ProtobufCMessageDescriptor *desc;
     size_t limit_bytes; /* of memory */

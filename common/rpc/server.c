@@ -237,13 +237,13 @@ static void handle_message(struct bt_rpc_call *call)
     struct bt_rpc_arena *arena = bt_loop_arena(call->srv->loop);
     const struct bt_rpc_unpack_args args = {
         .desc = m->request, .limit_bytes = 8 * call->srv->config.max_message_bytes, .strict = true};
+    grpc_byte_buffer *buf = call->recv_buf;
     ProtobufCMessage *msg;
     char text[256];
     int rc;
 
-    rc = bt_rpc_unpack(arena, &args, call->recv_buf, &msg);
-    grpc_byte_buffer_destroy(call->recv_buf);
     call->recv_buf = NULL;
+    rc = bt_rpc_unpack(arena, &args, buf, &msg);
     if (rc == BT_OK) {
         m->message(call, msg);
     } else {
@@ -251,6 +251,8 @@ static void handle_message(struct bt_rpc_call *call)
         bt_rpc_call_finish(
             call, rc == BT_E_EXHAUSTED ? BT_RPC_RESOURCE_EXHAUSTED : BT_RPC_INVALID_ARGUMENT, text);
     }
+    grpc_byte_buffer_destroy(buf);
+    arena->list = NULL;
     bt_rpc_arena_trim(arena);
 }
 
@@ -914,6 +916,13 @@ void bt_rpc_call_resume(struct bt_rpc_call *call)
         bt_timer_start(call->srv->loop, &call->resume_timer, bt_loop_now(call->srv->loop));
     }
     post_recv(call);
+}
+
+struct bt_str bt_rpc_call_packed(const struct bt_rpc_call *call, const int32_t *list)
+{
+    const struct bt_rpc_arena *arena = bt_loop_arena(call->srv->loop);
+
+    return list && arena->list == list ? arena->list_bytes : (struct bt_str){NULL, 0};
 }
 
 void bt_rpc_call_set_user(struct bt_rpc_call *call, void *user)

@@ -141,6 +141,11 @@ bool bt_rpc_call_want_drained(struct bt_rpc_call *call);
 void bt_rpc_call_pause(struct bt_rpc_call *call);
 void bt_rpc_call_resume(struct bt_rpc_call *call);
 
+/* Inside `message`: the bytes that a long list of integers of the message was read from, varints as
+ * bt_varints_write would write them; `list` is the list in the message. p == NULL: they are not
+ * kept, as the list is short, or was written in another way. Borrowed until the return. */
+struct bt_str bt_rpc_call_packed(const struct bt_rpc_call *call, const int32_t *list);
+
 void bt_rpc_call_set_user(struct bt_rpc_call *call, void *user);
 void *bt_rpc_call_user(const struct bt_rpc_call *call);
 void *bt_rpc_call_service_user(const struct bt_rpc_call *call);

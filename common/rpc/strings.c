@@ -9,11 +9,7 @@
 
 #define MAX_DEPTH 16
 
-struct walk {
-    const uint8_t *p, *end;
-};
-
-static bool take_varint(struct walk *w, uint64_t *ret_v)
+static bool take_varint(struct bt_rpc_walk *w, uint64_t *ret_v)
 {
     uint64_t v = 0;
 
@@ -29,8 +25,7 @@ static bool take_varint(struct walk *w, uint64_t *ret_v)
     return false;
 }
 
-/* One field's number and, if it has one, its length-delimited value (else p = NULL). */
-static bool take_field(struct walk *w, uint32_t *ret_id, struct bt_str *ret_value)
+bool bt_rpc_take_field(struct bt_rpc_walk *w, uint32_t *ret_id, struct bt_str *ret_value)
 {
     uint64_t tag, n;
 
@@ -81,8 +76,11 @@ static int check_string(const char *name, struct bt_str s, char *ret_why, size_t
     return BT_OK;
 }
 
-static int
-check(const ProtobufCMessageDescriptor *desc, struct walk w, int depth, char *ret_why, size_t cap)
+static int check(const ProtobufCMessageDescriptor *desc,
+                 struct bt_rpc_walk w,
+                 int depth,
+                 char *ret_why,
+                 size_t cap)
 {
     struct bt_str v;
     uint32_t id;
@@ -95,7 +93,7 @@ check(const ProtobufCMessageDescriptor *desc, struct walk w, int depth, char *re
     while (rc == BT_OK && w.p < w.end) {
         const ProtobufCFieldDescriptor *f;
 
-        if (!take_field(&w, &id, &v)) {
+        if (!bt_rpc_take_field(&w, &id, &v)) {
             snprintf(ret_why, cap, "malformed %s", desc->name);
             return BT_E_FORMAT;
         }
@@ -105,7 +103,7 @@ check(const ProtobufCMessageDescriptor *desc, struct walk w, int depth, char *re
         } else if (f && f->type == PROTOBUF_C_TYPE_MESSAGE) {
             const uint8_t *p = (const uint8_t *)v.p;
 
-            rc = check(f->descriptor, (struct walk){p, p + v.n}, depth + 1, ret_why, cap);
+            rc = check(f->descriptor, (struct bt_rpc_walk){p, p + v.n}, depth + 1, ret_why, cap);
         }
     }
     return rc;
@@ -114,5 +112,5 @@ check(const ProtobufCMessageDescriptor *desc, struct walk w, int depth, char *re
 int bt_rpc_check_strings(
     const ProtobufCMessageDescriptor *desc, const uint8_t *p, size_t n, char *ret_why, size_t cap)
 {
-    return check(desc, (struct walk){p, p + n}, 0, ret_why, cap);
+    return check(desc, (struct bt_rpc_walk){p, p + n}, 0, ret_why, cap);
 }
