@@ -5,6 +5,7 @@
 #include "router/cost.h"
 
 #include "common/base/buf.h"
+#include "common/base/varint.h"
 #include "common/obs/log.h"
 #include "common/thr/time.h"
 
@@ -82,11 +83,62 @@ void rt_request_retry(struct rt_request *req, int rc, const char *msg)
     rt_request_enqueue(req, n == 0 ? 0 : BACKOFF_NS << BT_MIN(n - 1, 5u));
 }
 
-static void fill_start(struct rt_request *req, Baton__V1__StartRequest *m)
+static size_t n_tokens(const struct rt_request *req)
+{
+    return req->prompt.n + req->answer.ids.n;
+}
+
+/* Field 3 of StartRequest, the prompt, is sent as the bytes of req->packed: protobuf-c would look
+ * at each id twice, 50 instructions of it, and most prompts of ids have come in the same bytes. */
+#define START_PROMPT 3
+
+/* Room in req->packed behind the length of so many bytes. */
+static int begin_packed(struct rt_request *req, size_t n)
+{
+    int32_t len = (int32_t)n;
+    int rc = n <= INT32_MAX ? bt_buf_reserve(&req->packed, n + 5) : BT_E_TOO_LARGE;
+
+    if (rc == BT_OK) {
+        bt_varints_write(&len, 1, (uint8_t *)req->packed.p);
+        req->packed.n = bt_varints_size(&len, 1);
+    }
+    return rc;
+}
+
+void rt_request_keep_packed(struct rt_request *req, struct bt_str ids)
+{
+    if (begin_packed(req, ids.n) < 0 || bt_buf_add(&req->packed, ids.p, ids.n) < 0) {
+        bt_buf_fini(&req->packed);
+    }
+}
+
+/* *ret_field: of the message, borrows from the request. */
+static int pack_prompt(struct rt_request *req, ProtobufCMessageUnknownField *ret_field)
+{
+    size_t n = req->packed.n ? 0 : bt_varints_size(req->prompt.p, req->prompt.n);
+
+    if (n > 0) {
+        int rc = begin_packed(req, n);
+
+        if (rc < 0) {
+            return rc;
+        }
+        bt_varints_write(req->prompt.p, req->prompt.n, (uint8_t *)req->packed.p + req->packed.n);
+        req->packed.n += n;
+    }
+    *ret_field = (ProtobufCMessageUnknownField){.tag = START_PROMPT,
+                                                .wire_type = PROTOBUF_C_WIRE_TYPE_LENGTH_PREFIXED,
+                                                .len = req->packed.n,
+                                                .data = (uint8_t *)req->packed.p};
+    return BT_OK;
+}
+
+static void
+fill_start(struct rt_request *req, ProtobufCMessageUnknownField *prompt, Baton__V1__StartRequest *m)
 {
     baton__v1__start_request__init(m);
-    m->n_prompt = req->prompt.n;
-    m->prompt = req->prompt.p;
+    m->base.n_unknown_fields = 1;
+    m->base.unknown_fields = prompt;
     m->n_answered = req->answer.ids.n;
     m->answered = req->answer.ids.p;
     m->claim = req->claim;
@@ -107,7 +159,7 @@ static int start_pair(struct rt_request *req,
 {
     struct rt_node *p = tp->node, *d = td->node;
     Baton__V1__HandoffRef ref = BATON__V1__HANDOFF_REF__INIT;
-    struct rt_start start = {.req = req, .msg = m, .est = &req->est};
+    struct rt_start start = {.req = req, .msg = m, .n_tokens = n_tokens(req), .est = &req->est};
     int rc;
 
     ref.id_hi =
@@ -146,13 +198,14 @@ static int start_legs(struct rt_request *req, struct rt_target *p, struct rt_tar
 {
     Baton__V1__StartRequest m;
     struct wire_sampling_msg sm;
-    struct rt_start start = {.req = req, .msg = &m, .est = &req->est};
-    int rc = wire_sampling_to_node(&req->sampling.s, &sm);
+    struct rt_start start = {.req = req, .msg = &m, .n_tokens = n_tokens(req), .est = &req->est};
+    ProtobufCMessageUnknownField prompt;
+    int rc = pack_prompt(req, &prompt);
 
-    if (rc < 0) {
+    if (rc < 0 || (rc = wire_sampling_to_node(&req->sampling.s, &sm)) < 0) {
         return rc;
     }
-    fill_start(req, &m);
+    fill_start(req, &prompt, &m);
     m.sampling = &sm.msg;
     if (p) {
         rc = start_pair(req, p, d, &m);
@@ -165,6 +218,7 @@ static int start_legs(struct rt_request *req, struct rt_target *p, struct rt_tar
         }
     }
     wire_sampling_msg_fini(&sm);
+    bt_buf_fini(&req->packed);
     return rc;
 }
 
@@ -329,7 +383,7 @@ dispatch_among(struct rt_request *req, struct rt_node_view *views, struct rt_tar
     struct rt_pick_args a = {
         .nodes = views,
         .path = req->path,
-        .n_prompt = req->prompt.n + req->answer.ids.n,
+        .n_prompt = n_tokens(req),
         .local_below_tokens = (size_t)r->conf->local_below_tokens,
         .ticket = rt_random(r),
         .turn = r->n_picked,

@@ -170,6 +170,9 @@ take_prompt(struct rt_request *req, const Baton__V1__GenerateRequest *m, struct 
         break;
     case BATON__V1__GENERATE_REQUEST__INPUT_TOKENS:
         rc = rt_model_ids(model, m->tokens->ids, m->tokens->n_ids, &req->prompt, err);
+        if (rc == BT_OK && req->client->packed.p) {
+            rt_request_keep_packed(req, req->client->packed);
+        }
         break;
     case BATON__V1__GENERATE_REQUEST__INPUT_CHAT:
         in.chat = m->chat;

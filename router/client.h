@@ -33,6 +33,8 @@ struct rt_client {
     const char *via;        /* static: "grpc" or "http"; NULL = grpc */
     double retry_after_s;   /* set before a failure: when it is worth another try; 0 = not known */
     uint32_t choice;        /* which of several answers to one prompt with one seed */
+    /* The message's ids as they came (bt_rpc_call_packed); read when the request begins. */
+    struct bt_str packed;
 };
 
 #endif

@@ -144,11 +144,16 @@ int rt_model_ids(const struct rt_model *m,
                  struct bt_err *err)
 {
     int n_vocab = bt_model_config(m->file)->n_vocab;
+    uint32_t good = UINT32_MAX;
 
     if (n == 0) {
         return BT_FAIL(err, BT_E_INVALID, "the prompt is empty");
     }
-    for (size_t i = 0; i < n; i++) {
+    for (size_t i = 0; i < n;
+         i++) { /* its upper bit stays while ids are neither < 0 nor too large */
+        good &= ~(uint32_t)given[i] & ((uint32_t)given[i] - (uint32_t)n_vocab);
+    }
+    for (size_t i = 0; !(good >> 31) && i < n; i++) {
         if (given[i] < 0 || given[i] >= n_vocab) {
             return BT_FAIL(err, BT_E_INVALID, "token %d at %zu is not in the vocabulary of %d",
                            given[i], i, n_vocab);

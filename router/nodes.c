@@ -706,7 +706,7 @@ int rt_node_start(struct rt_target *t, const struct rt_start *start, struct rt_l
                            .node = n,
                            .target = t,
                            .req = start->req,
-                           .n_tokens = msg->n_prompt + msg->n_answered};
+                           .n_tokens = start->n_tokens};
     msg->stream_id = leg->stream_id;
     msg->rank = t->rank;
     m.kind_case = BATON__V1__ROUTER_MESSAGE__KIND_START;

@@ -91,6 +91,7 @@ void rt_request_closed(struct rt_request *req)
     rt_answer_fini(&req->answer);
     wire_sampling_owned_fini(&req->sampling);
     bt_ids_fini(&req->prompt);
+    bt_buf_fini(&req->packed);
     rt_cache_free_keys(req);
     rt_trace_destroy(req->trace); /* NULL unless something went wrong at the very beginning */
     free(req->early);

@@ -23,6 +23,8 @@ struct rt_request {
 
     struct rt_tok_job *job; /* TOKENIZE: a long text on its way */
     struct bt_ids prompt;
+    struct bt_buf
+        packed; /* the prompt as it goes to nodes, length first, until it has gone; or {0} */
     struct wire_sampling_owned sampling;
     enum rt_path path; /* asked for */
     bool path_is_must; /* by the client, not by configuration */
@@ -92,6 +94,8 @@ void rt_request_fail_early(struct rt_request *req, int rc);
 void rt_request_drop_legs(struct rt_request *req, bool cancel);
 
 /* attempt.c */
+/* The ids of the prompt as varints, as they came; without memory it is done again later. */
+void rt_request_keep_packed(struct rt_request *req, struct bt_str ids);
 /* QUEUED: looks for nodes, now or after a pause. */
 void rt_request_enqueue(struct rt_request *req, uint64_t pause_ns);
 /* QUEUED: chooses nodes and starts the attempt. False: all nodes have enough queued, it waits. */

@@ -239,6 +239,7 @@ struct rt_start {
     struct rt_request *req;
     enum rt_leg_kind kind;
     Baton__V1__StartRequest *msg;
+    size_t n_tokens;               /* of the prompt, which msg has packed, and of the answer */
     const struct rt_estimate *est; /* of the prompt */
 };
 int rt_node_start(struct rt_target *t,

@@ -100,6 +100,7 @@ int rt_generate(struct rt_router *r,
 
 static void generate(struct bt_rpc_call *call, const ProtobufCMessage *msg)
 {
+    const Baton__V1__GenerateRequest *m = (const void *)msg;
     struct grpc_client *gc = bt_calloc(1, sizeof(*gc));
     struct bt_err err = {0};
     int rc;
@@ -113,8 +114,12 @@ static void generate(struct bt_rpc_call *call, const ProtobufCMessage *msg)
     gc->client = (struct rt_client){.ops = &grpc_client_ops,
                                     .who = *bt_rpc_call_who(call),
                                     .deadline_ns = bt_rpc_call_deadline_ns(call)};
+    if (m->input_case == BATON__V1__GENERATE_REQUEST__INPUT_TOKENS) {
+        gc->client.packed = bt_rpc_call_packed(call, m->tokens->ids);
+    }
     bt_rpc_call_set_user(call, gc);
-    rc = rt_generate(router_of(call), &gc->client, (const void *)msg, &err);
+    rc = rt_generate(router_of(call), &gc->client, m, &err);
+    gc->client.packed = (struct bt_str){0};
     if (rc < 0) {
         refuse(call, rc, &err);
     }

@@ -13,9 +13,24 @@
 
 size_t bt_varints_count(const uint8_t *p, size_t n)
 {
-    size_t count = 0;
+    size_t count = 0, i = 0;
 
-    for (size_t i = 0; i < n; i++) {
+#ifdef __SSE2__
+    const __m128i zero = _mm_setzero_si128();
+
+    while (n - i >= 16) {
+        size_t end = i + BT_MIN((n - i) / 16, (size_t)255) * 16; /* sums of bytes hold that */
+        __m128i sum = zero;
+
+        for (; i < end; i += 16) {
+            sum = _mm_sub_epi8(
+                sum, _mm_cmpgt_epi8(_mm_loadu_si128((const void *)(p + i)), _mm_set1_epi8(-1)));
+        }
+        sum = _mm_sad_epu8(sum, zero);
+        count += (size_t)_mm_cvtsi128_si32(sum) + (size_t)_mm_extract_epi16(sum, 4);
+    }
+#endif
+    for (; i < n; i++) {
         count += p[i] < 0x80;
     }
     return count;

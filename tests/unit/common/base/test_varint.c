@@ -96,6 +96,18 @@ static void test_round_trip(void **state)
     }
 }
 
+static void test_count(void **state)
+{
+    static uint8_t bytes[10000];
+
+    for (size_t n = 0; n < sizeof(bytes); n = n * 5 / 4 + 1) {
+        memset(bytes, 0x7f, n);
+        assert_int_equal(bt_varints_count(bytes, n), n);
+        memset(bytes, 0x80, n / 2);
+        assert_int_equal(bt_varints_count(bytes, n), n - n / 2);
+    }
+}
+
 static void test_negative(void **state)
 {
     const uint64_t v[] = {(uint64_t)-1, (uint64_t)INT32_MIN, 5};
@@ -143,9 +155,8 @@ static void test_too_long(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_round_trip),
-        cmocka_unit_test(test_negative),
-        cmocka_unit_test(test_cut_off),
+        cmocka_unit_test(test_round_trip), cmocka_unit_test(test_count),
+        cmocka_unit_test(test_negative),   cmocka_unit_test(test_cut_off),
         cmocka_unit_test(test_too_long),
     };
 
