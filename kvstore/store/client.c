@@ -424,6 +424,7 @@ static void client_free(struct kv_client *c)
         bt_mem_host.free(&c->staging);
     }
     ring_free(c->ring);
+    kv_client_cached_free(c);
     while (c->n_bufs > 0) {
         free(c->bufs[--c->n_bufs]);
     }

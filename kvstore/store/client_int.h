@@ -53,7 +53,10 @@ struct kv_client {
     uint64_t lent_bytes;
     struct bt_net_timer lend_timer; /* while there are any */
     bool closing;
-    struct bt_msg meet_msg; /* daemons may have become known */
+    struct kv_cached *cached; /* net: free ones, the last used on top: still in the cache */
+    uint32_t n_cached;        /* all there are */
+    bool lend_more;           /* net: room for another one has come up */
+    struct bt_msg meet_msg;   /* daemons may have become known */
 
     pthread_mutex_t lock;  /* what follows */
     pthread_cond_t cond;   /* store-put: work, slots, stop */
@@ -96,6 +99,9 @@ struct kv_link *kv_client_dial(struct kv_client *c, const struct bt_member *m);
 struct server *kv_client_server(struct kv_link *l); /* NULL without memory */
 /* One of n_alive is gone. */
 void kv_client_gone(struct kv_client *c);
+
+/* client_flow.c: with all of them free */
+void kv_client_cached_free(struct kv_client *c);
 
 /* client_load.c */
 void kv_client_load(struct kv_source *src, struct kv_load *l);

@@ -11,6 +11,9 @@
  * up
  *        '-> staged: an owner that cannot read our memory, or is slow, or the wait is too long
  *
+ * What flows (client_flow.c) is lent to ourselves: taken when its last byte is gathered, called
+ * back likewise; it then goes on from the staging, or is dropped.
+ *
  * So what was lent holds its pages for twice lend_ns and a copy at most, and it is never more than
  * lend_bytes and an eighth of the pool. Net's thread. */
 #include "kvstore/store/client_put_int.h"
@@ -39,17 +42,20 @@ static void watch(struct kv_client *c)
 
 enum verdict { LEND_NOW, LEND_LATER, LEND_NEVER };
 
-static enum verdict may_read(const struct kv_client *c, const struct kv_link *l)
+/* Read by the owner, or by us as it is sent. */
+static enum verdict may_read(const struct stash *st, const struct kv_link *l)
 {
     const struct server *s = l->user;
 
-    if (s->cannot_read || s->slow || l->closing) {
+    if (s->slow || l->closing) {
         return LEND_NEVER;
     }
     if (!l->greeted) {
         return LEND_LATER;
     }
-    if (l->version < 2 || kv_link_method(l) != BT_NET_METHOD_PULL) {
+    if (kv_link_method(l) == BT_NET_METHOD_PULL
+            ? !st->lendable || s->cannot_read || l->version < 2
+            : kv_link_method(l) != BT_NET_METHOD_MESSAGE || l->version < 3) {
         return LEND_NEVER;
     }
     return s->n_sent < s->window ? LEND_NOW : LEND_LATER;
@@ -77,12 +83,12 @@ struct owners {
 static enum verdict may_lend(struct stash *s, struct owners *o)
 {
     struct kv_client *c = s->client;
-    enum verdict all = s->lendable && o->ring ? is_room(c, s) : LEND_NEVER;
+    enum verdict all = s->readable && o->ring ? is_room(c, s) : LEND_NEVER;
 
     o->n = o->ring ? kv_ring_owners(o->ring->ring, &s->meta.key, c->cfg.replicas, o->at) : 0;
     for (size_t i = 0; i < o->n && all != LEND_NEVER; i++) {
         o->links[i] = kv_client_dial(c, o->ring->at[o->at[i]]);
-        all = BT_MAX(all, o->links[i] ? may_read(c, o->links[i]) : LEND_NEVER);
+        all = BT_MAX(all, o->links[i] ? may_read(s, o->links[i]) : LEND_NEVER);
     }
     return o->n > 0 ? all : LEND_NEVER;
 }
@@ -93,22 +99,27 @@ static void lend(struct stash *s, const struct owners *o)
 {
     struct kv_client *c = s->client;
     struct kv_blob_grid g = kv_blob_grid_of(s->pool, s->pages, c->cfg.shape.block_tokens);
+    bool any = false;
 
     pthread_mutex_lock(&c->lock);
     c->n_offers--;
     pthread_mutex_unlock(&c->lock);
     s->lent = true;
     s->since_ns = bt_now_ns();
-    s->sample = kv_blob_grid_sample(&g, &s->meta.key, c->cfg.shape.n_layers);
     c->lent_bytes += kv_blob_bytes(&c->cfg.shape);
     bt_list_push_back(&c->lent, &s->link);
-    count(&c->stats.lent, 1);
     s->n_left++; /* ours */
     for (size_t i = 0; i < o->n; i++) {
         struct copy *k = kv_client_add_copy(s, o->links[i], o->ring->at[o->at[i]]->incarnation);
 
-        k->lent = true;
+        k->lent = kv_link_method(o->links[i]) == BT_NET_METHOD_PULL;
+        k->flows = !k->lent;
+        any = any || k->lent;
         s->n_readers++;
+    }
+    if (any) {
+        s->sample = kv_blob_grid_sample(&g, &s->meta.key, c->cfg.shape.n_layers);
+        count(&c->stats.lent, 1);
     }
     for (size_t i = 0; i < o->n; i++) {
         kv_client_send_puts(o->links[i]);
@@ -147,7 +158,8 @@ void kv_client_on_offer(struct bt_msg *msg, void *consumer)
     const struct bt_mem_region *r = kv_pool_region(s->pool);
 
     s->since_ns = bt_now_ns();
-    s->lendable = r->base && bt_net_file_of(r->fd, &s->file);
+    s->readable = r->base != NULL;
+    s->lendable = s->readable && bt_net_file_of(r->fd, &s->file);
     bt_list_push_back(&c->waiting, &s->link);
     kv_client_lend_next(c);
 }
@@ -202,7 +214,7 @@ void kv_client_reader_gone(struct copy *k)
 {
     struct stash *s = k->stash;
 
-    if (k->lent && !k->taken && !k->called_back) {
+    if ((k->lent || k->flows) && !k->taken && !k->called_back) {
         BT_BUG_ON(s->n_readers == 0);
         s->n_readers--;
     }
@@ -213,7 +225,7 @@ void kv_client_go_on_staged(struct copy *k)
     struct stash *s = k->stash;
 
     kv_client_unsend(k);
-    k->lent = k->called_back = false;
+    k->lent = k->flows = k->called_back = false;
     if (s->dropped) {
         kv_client_copy_done(k, BT_E_CANCELLED);
     } else {
@@ -285,11 +297,12 @@ static void call_back(struct stash *s)
     for (uint32_t i = 0; i < s->n_copies; i++) {
         struct copy *k = &s->copies[i];
 
-        if (k->lent && !k->taken && !k->called_back && !k->done) {
+        if ((k->lent || k->flows) && !k->taken && !k->called_back && !k->done) {
             kv_client_reader_gone(k);
             ((struct server *)k->l->user)->slow = true;
             k->called_back = k->sent;
-            k->lent = k->sent;
+            k->lent = k->lent && k->sent;
+            k->flows = k->flows && k->sent;
             count(&c->stats.called_back, 1);
         }
     }
@@ -308,8 +321,12 @@ static void give_up(struct stash *s)
     }
     s->dropped = true;
     for (uint32_t i = 0; i < s->n_copies; i++) {
-        if (!s->copies[i].sent && !s->copies[i].done) {
-            kv_client_copy_done(&s->copies[i], BT_E_CANCELLED);
+        struct copy *k = &s->copies[i];
+
+        if (!k->done && k->flows) {
+            kv_client_flow_drop(k);
+        } else if (!k->done && !k->sent) {
+            kv_client_copy_done(k, BT_E_CANCELLED);
         }
     }
     kv_client_give_pages(s, BT_E_CANCELLED);

@@ -1,7 +1,8 @@
 /* The store's client: puts.
  *
  * A stash is one offered block. Where its owners can read our pages it is lent to them
- * (client_lend.c). Else it is copied on the thread "store-put" into a slot of the staging memory;
+ * (client_lend.c), and where they are called over TCP it is sent from them (client_flow.c). Else it
+ * is copied on the thread "store-put" into a slot of the staging memory;
  * on the net's thread it goes to each of its owners as a copy. The slot is free when every owner
  * has said that it is done, or its connection is closed. */
 #include "kvstore/store/client_put_int.h"
@@ -20,6 +21,12 @@ static void stash_free(struct stash *s)
     free(s->sums);
     free(s->pages);
     free(s);
+}
+
+const char *kv_client_slot_layer(const struct stash *s, uint32_t layer)
+{
+    return (const char *)s->client->staging.base + (size_t)s->slot * kv_blob_bytes(&s->meta.shape) +
+           layer * s->meta.shape.layer_bytes;
 }
 
 static char *slot_at(const struct kv_client *c, uint32_t slot)
@@ -170,7 +177,7 @@ void kv_client_stage(struct stash *s)
 }
 
 /* The owner has it, or will not; nothing reads the slot for it any more. */
-static void check_copy(struct copy *k)
+void kv_client_check_copy(struct copy *k)
 {
     struct stash *s = k->stash;
     struct kv_client *c = s->client;
@@ -178,6 +185,7 @@ static void check_copy(struct copy *k)
     if (!k->done || k->n_ops > 0) {
         return;
     }
+    kv_client_flow_free(k);
     bt_list_remove(&k->link);
     if (k->sent) {
         kv_client_unsend(k);
@@ -209,12 +217,14 @@ void kv_client_copy_done(struct copy *k, int rc)
         k->going = false;
         k->rc = rc;
     }
-    check_copy(k);
+    kv_client_check_copy(k);
 }
 
 static void send_put(struct copy *k)
 {
+    static const uint64_t no_sums[KV_BLOB_MAX_LAYERS];
     struct stash *s = k->stash;
+    struct kv_blob_meta meta = s->meta;
     struct kv_client *c = s->client;
     struct server *to = k->l->user;
     struct wire_store m = {.type = WIRE_STORE_PUT, .req = k->req};
@@ -238,8 +248,13 @@ static void send_put(struct copy *k)
         return;
     }
     m.method = (uint8_t)k->method;
-    m.offset = (uint64_t)(slot_at(c, s->slot) - (char *)c->staging.base);
-    kv_blob_encode(&s->meta, head);
+    if (k->flows) {
+        m.flags = WIRE_STORE_SUMS_LATER;
+        meta.sums = no_sums;
+    } else {
+        m.offset = (uint64_t)(slot_at(c, s->slot) - (char *)c->staging.base);
+    }
+    kv_blob_encode(&meta, head);
     kv_link_send(k->l, &m, (struct bt_str){head, n});
     free(head);
 }
@@ -258,7 +273,7 @@ void kv_client_send_puts(struct kv_link *l)
         if (l->closing || s->n_sent >= s->window) {
             return;
         }
-        if (!k->sent && !k->done && (k->lent || k->stash->staged)) {
+        if (!k->sent && !k->done && (k->lent || k->flows || k->stash->staged)) {
             send_put(k);
         }
     }
@@ -333,6 +348,8 @@ static void on_stash(struct bt_msg *msg, void *consumer)
 
         if (!k->done && s->staged) {
             kv_client_send_puts(k->l);
+        } else if (!k->done && k->flows) {
+            kv_client_flow_drop(k);
         } else if (!k->done && !k->lent) {
             kv_client_copy_done(k, BT_E_CANCELLED);
         }
@@ -357,7 +374,7 @@ void kv_client_puts_closed(struct kv_client *c, struct server *s)
 
         BT_BUG_ON(k->n_ops != 0);
         kv_client_reader_gone(k); /* what it reads now, nobody takes for a block */
-        k->lent = false;
+        k->lent = k->flows = false;
         kv_client_give_pages(k->stash, BT_E_PEER_LOST);
         kv_client_copy_done(k, BT_E_PEER_LOST);
     }
@@ -395,7 +412,7 @@ void kv_client_on_done(struct kv_client *c, struct kv_link *l, const struct wire
     struct copy *k = kv_client_find_copy(l, m->req);
     struct server *s = l->user;
 
-    if (!k || k->done || (k->lent && !k->taken && m->rc == BT_OK)) {
+    if (!k || k->done || ((k->lent || k->flows) && !k->taken && m->rc == BT_OK)) {
         kv_link_violation(l, "DONE of no put", m);
         return;
     }
@@ -413,6 +430,11 @@ void kv_client_on_done(struct kv_client *c, struct kv_link *l, const struct wire
     if (k->lent && !k->taken && kv_client_lend_refused(k, m->rc)) {
         return;
     }
+    if (k->flows && !k->taken) { /* refused, or it has it */
+        kv_client_reader_gone(k);
+        k->flows = false;
+        kv_client_give_pages(k->stash, BT_OK);
+    }
     kv_client_copy_done(k, m->rc);
     kv_client_lend_next(c);
 }
@@ -428,7 +450,7 @@ static void on_flushed(void *arg, int rc)
     if (rc == BT_OK && !k->done && !k->l->closing) {
         kv_link_send(k->l, &m, (struct bt_str){0});
     }
-    check_copy(k);
+    kv_client_check_copy(k);
 }
 
 static void on_put(void *arg, int rc)
@@ -445,7 +467,7 @@ static void on_put(void *arg, int rc)
             k->n_ops--;
         }
     }
-    check_copy(k);
+    kv_client_check_copy(k);
 }
 
 static void write_all(struct copy *k, struct bt_str data)
@@ -519,7 +541,7 @@ static void on_part_sent(void *arg, int rc)
     free(p);
     k->n_ops--;
     kv_links_pump(&k->stash->client->links);
-    check_copy(k);
+    kv_client_check_copy(k);
 }
 
 /* False: nothing to send now. */
@@ -568,9 +590,14 @@ bool kv_client_pump_puts(struct kv_client *c, size_t *budget)
         bt_list_for_each (kt, &s->puts) {
             struct copy *k = BT_LIST_ENTRY(kt, struct copy, link);
 
-            while (*budget > 0 && send_part(k, budget)) {
+            while (*budget > 0 &&
+                   (k->flows ? kv_client_flow_on(k, budget) : send_part(k, budget))) {
             }
         }
+    }
+    if (c->lend_more) {
+        c->lend_more = false;
+        kv_client_lend_next(c);
     }
     return *budget == 0;
 }

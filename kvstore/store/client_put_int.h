@@ -17,9 +17,11 @@ struct copy {
     uint64_t req;
     enum bt_net_method method;
     bool sent, going, done;
-    bool lent;        /* the owner reads the pages: LEND, not PUT */
-    bool taken;       /* lent: it has read all, and we have said KEEP */
-    bool called_back; /* lent: what it reads does not count any more */
+    bool lent;            /* the owner reads the pages: LEND, not PUT */
+    bool flows;           /* message: we read them as we send, the sums follow */
+    bool taken;           /* lent: it has read all, and we have said KEEP; flows: we have */
+    bool called_back;     /* lent: what it reads does not count; flows: it goes on from the slot */
+    struct kv_flow *flow; /* flows: of what was begun */
     uint32_t n_ops;
     uint32_t layer; /* message: next to send */
     size_t offset;
@@ -40,6 +42,7 @@ struct stash {
     void *offer_arg;
     uint64_t since_ns; /* offered; or lent */
     bool pages_given;  /* offer_done was called */
+    bool readable;     /* its pool can be read here */
     bool lendable;     /* its pool is a memory file that others can see */
     bool lent;         /* in kv_client.lent */
     bool staged;       /* the bytes lie in the slot */
@@ -61,6 +64,10 @@ void kv_client_send_puts(struct kv_link *l);
 struct copy *kv_client_add_copy(struct stash *s, struct kv_link *l, uint64_t incarnation);
 /* It came to its end; the stash may be gone afterwards. */
 void kv_client_copy_done(struct copy *k, int rc);
+/* It has ended if it is done and nothing of it is under way. */
+void kv_client_check_copy(struct copy *k);
+/* A layer of what is staged. */
+const char *kv_client_slot_layer(const struct stash *s, uint32_t layer);
 /* The owner knows nothing of it any more. */
 void kv_client_unsend(struct copy *k);
 /* Has it copied into a slot by "store-put". */
@@ -71,6 +78,14 @@ bool kv_client_unstage(struct stash *s);
 void kv_client_give_pages(struct stash *s, int rc);
 /* One of n_left is gone. */
 void kv_client_unref_stash(struct stash *s);
+
+/* client_flow.c */
+/* Sends a part, gathers before that if it has to. False: nothing to send now. */
+bool kv_client_flow_on(struct copy *k, size_t *budget);
+/* No more of it comes: the pages are gone and it was not staged. */
+void kv_client_flow_drop(struct copy *k);
+/* No part of it is under way. */
+void kv_client_flow_free(struct copy *k);
 
 /* client_lend.c */
 void kv_client_on_offer(struct bt_msg *msg, void *consumer);

@@ -9,6 +9,8 @@
 
 #define MAX_MESSAGE_BYTES ((size_t)1 << 20)
 
+int kv_link_version_max = WIRE_STORE_VERSION;
+
 /* ---- sending ---- */
 
 static size_t pack(const struct kv_link *l, struct wire_store *m, char *head)
@@ -103,7 +105,7 @@ static void say_hello(struct kv_link *l)
     struct wire_store m = {
         .type = WIRE_STORE_HELLO,
         .version_min = WIRE_STORE_VERSION_MIN,
-        .version_max = WIRE_STORE_VERSION,
+        .version_max = (uint16_t)kv_link_version_max,
         .method = ls->forced_method < 0 ? WIRE_STORE_NO_METHOD : (uint8_t)ls->forced_method,
         .incarnation = ls->cfg.incarnation,
         .base = (uint64_t)(uintptr_t)ls->cfg.base,
@@ -158,7 +160,7 @@ static void on_hello(struct kv_link *l, const struct wire_store *m)
         refuse(l, BT_E_INCOMPATIBLE, "different transfer methods are set");
         return;
     }
-    l->version = (uint8_t)BT_MIN((int)m->version_max, WIRE_STORE_VERSION);
+    l->version = (uint8_t)BT_MIN((int)m->version_max, kv_link_version_max);
     l->greeted = true;
     l->links->cfg.ops.ready(l->links->cfg.ops.arg, l);
 }

@@ -14,6 +14,7 @@
 #include <pthread.h>
 
 #define KV_LINK_PART_BYTES     (60u << 10)  /* of one DATA message */
+#define KV_LINK_CACHED_BYTES   (256u << 10) /* gathered in one go, and sent from the cache */
 #define KV_LINK_PIECE_BYTES    (512u << 10) /* of one read or write */
 #define KV_LINK_INFLIGHT_BYTES (8u << 20)   /* DATA of one connection that is not out */
 #define KV_LINK_SLICE_BYTES    (4u << 20)   /* moved in one go, then others get a turn */
@@ -64,6 +65,9 @@ struct kv_links_cfg {
     bool serves; /* takes calls */
     struct kv_link_ops ops;
 };
+
+/* For tests: the highest wire version that is spoken. */
+extern int kv_link_version_max;
 
 struct kv_links {
     struct kv_links_cfg cfg;

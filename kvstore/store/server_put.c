@@ -20,7 +20,8 @@ struct put {
     struct kv_blob_shape shape;
     uint32_t layer; /* being filled */
     size_t offset;
-    bool reading; /* pull: one read is under way */
+    bool reading;    /* pull: one read is under way */
+    bool sums_later; /* message: the sum of a layer comes with its last part */
     int rc;
     struct kv_copy copy; /* message: of that layer */
     /* lent: read from the client's pages; the sums are ours */
@@ -256,6 +257,7 @@ static int begin(struct client *c,
     p->method = (enum bt_net_method)m->method;
     p->at = c->link->base + m->offset;
     p->shape = meta->shape;
+    p->sums_later = m->type == WIRE_STORE_PUT && (m->flags & WIRE_STORE_SUMS_LATER);
     memcpy(p->sums, meta->sums, meta->shape.n_layers * sizeof(p->sums[0]));
     bt_list_init(&p->link);
     bt_list_init(&p->pull_link);
@@ -419,7 +421,11 @@ void kv_server_on_verdict(struct client *c, const struct wire_store *m)
 {
     struct put *p = find(c, m->req);
 
-    if (!p || !p->told) {
+    if (m->type == WIRE_STORE_DROP && c->link->version >= 3 && (!p || p->sums_later)) {
+        if (p) { /* else it was answered while they said so */
+            finish(p, BT_E_CANCELLED);
+        }
+    } else if (!p || !p->told) {
         kv_link_violation(c->link, "nothing was taken", m);
     } else if (m->type == WIRE_STORE_KEEP) {
         finish(p, BT_OK);
@@ -563,6 +569,9 @@ void kv_server_on_put_data(struct client *c, const struct wire_store *m, struct 
     kv_copy_flush(&p->copy);
     p->offset += data.n;
     if (p->offset == p->shape.layer_bytes) {
+        if (p->sums_later) {
+            p->sums[p->layer] = m->sum;
+        }
         next_layer(p, kv_copy_end(&p->copy));
     }
 }

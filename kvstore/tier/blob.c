@@ -160,6 +160,19 @@ void kv_blob_scatter_part(
     kv_copy_flush(c);
 }
 
+void kv_blob_gather_part(struct kv_copy *c,
+                         const struct kv_blob_place *from,
+                         int layer,
+                         size_t offset,
+                         struct bt_str dst)
+{
+    struct rows r = {kv_blob_grid_of(from->pool, from->pages, from->block_tokens), (size_t)layer,
+                     true};
+
+    add_rows(c, &r, offset, (char *)(uintptr_t)dst.p, dst.n);
+    kv_copy_flush(c);
+}
+
 uint64_t kv_blob_scatter_sum(const struct kv_pool *pool,
                              const uint32_t *pages,
                              uint32_t block_tokens,

@@ -82,6 +82,14 @@ uint64_t kv_blob_sample_row(const struct kv_blob_grid *g,
 /* Of all layers. */
 uint64_t
 kv_blob_grid_sample(const struct kv_blob_grid *g, const struct kv_key *key, uint32_t n_layers);
+/* Bytes [offset, offset + n) of a layer, which come next in `c`, from the pages to `dst`; done on
+ * return. */
+struct kv_blob_place;
+void kv_blob_gather_part(struct kv_copy *c,
+                         const struct kv_blob_place *from,
+                         int layer,
+                         size_t offset,
+                         struct bt_str dst);
 /* kv_blob_scatter, and the sum of what it read; each byte is read once, so that the sum is that of
  * what lies in the pages. */
 uint64_t kv_blob_scatter_sum(const struct kv_pool *pool,

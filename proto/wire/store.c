@@ -75,6 +75,9 @@ static void pack_rest(const struct wire_store *m, struct cursor *c)
         put(c, m->item, 4);
         put(c, m->layer, 4);
         put(c, m->offset, 8);
+        if (m->version == 0 || m->version >= 3) {
+            put(c, m->sum, 8);
+        }
         break;
     case WIRE_STORE_RELEASE:
     case WIRE_STORE_PLACED:
@@ -85,7 +88,8 @@ static void pack_rest(const struct wire_store *m, struct cursor *c)
         break;
     case WIRE_STORE_PUT:
         put(c, m->method, 1);
-        put(c, 0, 7);
+        put(c, m->flags, 1);
+        put(c, 0, 6);
         put(c, m->offset, 8);
         break;
     case WIRE_STORE_GO:
@@ -226,6 +230,7 @@ static void unpack_rest(struct cursor *c, struct wire_store *m)
         m->item = get32(c);
         m->layer = get32(c);
         m->offset = get(c, 8);
+        m->sum = m->version >= 3 ? get(c, 8) : 0;
         break;
     case WIRE_STORE_RELEASE:
     case WIRE_STORE_PLACED:
@@ -236,9 +241,12 @@ static void unpack_rest(struct cursor *c, struct wire_store *m)
         break;
     case WIRE_STORE_PUT:
         m->method = (uint8_t)get(c, 1);
-        get_zero(c, 7);
+        m->flags = (uint8_t)get(c, 1);
+        get_zero(c, 6);
         m->offset = get(c, 8);
-        c->bad = c->bad || m->method > 2;
+        /* By message alone: the method 1. */
+        c->bad = c->bad || m->method > 2 || m->flags > WIRE_STORE_SUMS_LATER ||
+                 (m->flags && (m->version < 3 || m->method != 1));
         break;
     case WIRE_STORE_GO:
         m->n_layers = get32(c);

@@ -21,9 +21,13 @@
  *                        data: n_layers times {u64 offset in the server's memory, u64 XXH3-64}
  *   MISS             16  u32 item   20  i32 code
  *   DATA             16  u32 item (0 in a PUT)   20  u32 layer   24  u64 offset in the layer
+ *                    32  u64 (version 3 on) XXH3-64 of the layer: in its last part, of a PUT whose
+ *                        sums follow; else zero
  *                        data: the bytes; parts of a layer in their order, layers likewise
  *   RELEASE          16  u64 zero: nothing of the request is read any more
- *   PUT              16  u8 method   17  7 zero   24  u64 offset in the client's memory (pull)
+ *   PUT              16  u8 method   17  u8 flags (version 3 on: 1 = by message, its sums follow in
+ *                    DATA and those in the head do not count)   18  6 zero
+ *                    24  u64 offset in the client's memory (pull)
  *                        data: head of the blob (kvstore/tier/blob.h)
  *   GO               16  u32 n_layers   20  u32 zero      message: 0 layers
  *                        data: n_layers times u64 offset in the server's memory (put)
@@ -37,7 +41,8 @@
  *                        data: n_pages times u32 page; head of the blob, whose sums do not count
  *   TAKEN            16  u64 zero: all of the LEND is read, and will be by nobody again
  *   KEEP             16  u64 zero: the pages were lent until TAKEN came
- *   DROP             16  u64 zero: they were not; what was read is nothing
+ *   DROP             16  u64 zero: they were not; what was read is nothing. Version 3: of a PUT
+ *                        whose sums follow: no more of it comes (DONE is the answer)
  *
  * A layer of a lent block is rows in the order of the blob: row i of every page in turn, then row
  * i + 1. Row i of a page lies i rows behind its first byte, page p of layer l at l layers and p
@@ -50,8 +55,8 @@
 #include "common/base/buf.h"
 
 #define WIRE_STORE_MAGIC       0x5342
-#define WIRE_STORE_VERSION     2 /* N */
-#define WIRE_STORE_VERSION_MIN 1 /* N-1 */
+#define WIRE_STORE_VERSION     3 /* N */
+#define WIRE_STORE_VERSION_MIN 1 /* N-2, as long as that costs nothing */
 
 #define WIRE_STORE_MAX_HEAD   1024
 #define WIRE_STORE_MAX_NAME   128
@@ -60,6 +65,7 @@
 #define WIRE_STORE_MAX_ITEMS  32
 #define WIRE_STORE_MAX_PAGES  8192 /* of a block */
 #define WIRE_STORE_NO_METHOD  255
+#define WIRE_STORE_SUMS_LATER 1  /* flag of a PUT */
 #define WIRE_STORE_ITEM_BYTES 48 /* without its ids */
 
 enum wire_store_type {
@@ -102,6 +108,8 @@ struct wire_store {
     uint32_t item, layer;
     uint64_t generation;
     uint64_t offset; /* DATA, PUT */
+    uint64_t sum;    /* DATA, version 3 */
+    uint8_t flags;   /* PUT, version 3 */
     /* LEND */
     uint64_t file_dev, file_ino, layer_stride, page_stride, sample;
     uint32_t row_bytes, n_pages;

@@ -7,6 +7,7 @@
 
 #include "kvstore/store/announce.h"
 #include "kvstore/store/client.h"
+#include "kvstore/store/link.h"
 #include "kvstore/store/server.h"
 
 #define N_STORES 3
@@ -264,6 +265,17 @@ static void test_put_and_get_by_every_method(void **state)
     test_put_and_get((struct rig_opts){.transports = "tcp", .method = "pull", .replicas = 3});
 }
 
+/* As between this version and the ones before. */
+static void test_put_and_get_in_older_versions(void **state)
+{
+    for (int v = WIRE_STORE_VERSION_MIN; v < WIRE_STORE_VERSION; v++) {
+        kv_link_version_max = v;
+        test_put_and_get((struct rig_opts){.transports = "tcp", .replicas = 2});
+        test_put_and_get((struct rig_opts){.method = "message", .replicas = 1});
+    }
+    kv_link_version_max = WIRE_STORE_VERSION;
+}
+
 static bool all_met(void *arg)
 {
     for (int i = 0; i < N_STORES; i++) {
@@ -458,6 +470,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_put_and_get_by_every_method),
+        cmocka_unit_test(test_put_and_get_in_older_versions),
         cmocka_unit_test(test_daemons_are_called_in_advance),
         cmocka_unit_test(test_daemon_lost_with_replicas),
         cmocka_unit_test(test_daemon_lost_without_replicas),

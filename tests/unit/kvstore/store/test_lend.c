@@ -11,6 +11,7 @@
 #include "tests/unit/cmocka.h"
 
 #include <poll.h>
+#include <stdlib.h>
 #include <unistd.h>
 
 #define SILENCE_NS (10 * BT_NS_PER_S)
@@ -24,7 +25,12 @@ struct heard {
     enum wire_store_type type;
     uint64_t req;
     int32_t rc;
+    uint8_t flags;
+    uint32_t layer;
+    uint64_t offset, sum, bytes;
 };
+
+static const char *side_method; /* that it forces; NULL = none */
 
 struct side {
     struct kv_links links;
@@ -33,6 +39,8 @@ struct side {
     const char *address;
     struct heard heard[N_HEARD];
     uint32_t n_heard, closed, ready; /* atomic */
+    uint32_t right;                  /* layers of DATA whose sum is right; before n_heard */
+    char layer[1 << 16];
     struct wire_store say;
     struct bt_str data;
 };
@@ -51,7 +59,12 @@ static void on_message(void *arg, struct kv_link *l, const struct wire_store *m,
     uint32_t n = s->n_heard;
 
     if (n < N_HEARD) {
-        s->heard[n] = (struct heard){m->type, m->req, m->rc};
+        s->heard[n] =
+            (struct heard){m->type, m->req, m->rc, m->flags, m->layer, m->offset, m->sum, data.n};
+        if (m->type == WIRE_STORE_DATA && m->offset + data.n <= sizeof(s->layer)) {
+            memcpy(s->layer + m->offset, data.p, data.n);
+            s->right += m->sum != 0 && m->sum == kv_sum(s->layer, m->offset + data.n);
+        }
         __atomic_store_n(&s->n_heard, n + 1, __ATOMIC_RELEASE);
     }
 }
@@ -92,7 +105,7 @@ static bool is_closed(void *arg)
 
 static void side_open(struct side *s, const char *name, const char *dials)
 {
-    struct kv_links_cfg lc = {.net = {.listen = "127.0.0.1:0"},
+    struct kv_links_cfg lc = {.net = {.listen = "127.0.0.1:0", .method = side_method},
                               .node_name = name,
                               .incarnation = 4,
                               .silence_ns = SILENCE_NS,
@@ -485,12 +498,12 @@ static void test_descriptions_that_are_wrong(void **state)
 /* Words that nothing goes before, and a word that does not come. */
 static void test_words_out_of_turn(void **state)
 {
-    static const enum wire_store_type words[] = {WIRE_STORE_KEEP, WIRE_STORE_DROP,
-                                                 WIRE_STORE_TAKEN};
+    static const enum wire_store_type words[] = {WIRE_STORE_KEEP, WIRE_STORE_TAKEN};
     struct lending d;
 
     rig_open(300 * BT_NS_PER_MS);
-    for (int i = 0; i < 3; i++) {
+    say_type(&rig.s, WIRE_STORE_DROP, 7, 0); /* may cross the DONE of a put: nothing */
+    for (size_t i = 0; i < BT_ARRAY_LEN(words); i++) {
         say_type(&rig.s, words[i], 7, 0);
         assert_true(eventually(is_closed, &rig.s));
         reconnect();
@@ -500,6 +513,66 @@ static void test_words_out_of_turn(void **state)
     hear(&rig.s, WIRE_STORE_TAKEN, 0);
     assert_true(eventually(is_closed, &rig.s)); /* it lives, and holds room for too long */
     assert_int_equal(take_chain(&rig.w, &rig.c), 0);
+    rig_close();
+}
+
+/* ---- a block server, and a side that puts with sums that follow ---- */
+
+static void begin_flow(const struct lending *d, uint64_t req)
+{
+    char head[4096];
+
+    kv_blob_encode(&d->meta, head);
+    say(&rig.s,
+        (struct wire_store){.type = WIRE_STORE_PUT,
+                            .req = req,
+                            .method = BT_NET_METHOD_MESSAGE,
+                            .flags = WIRE_STORE_SUMS_LATER},
+        (struct bt_str){head, kv_blob_head_bytes(&d->meta)});
+}
+
+/* A layer in two parts; its sum with the last one. */
+static void flow_layer(const struct lending *d, uint64_t req, uint32_t layer, uint64_t wrong)
+{
+    size_t n = (size_t)d->meta.shape.layer_bytes, half = n / 2;
+    char *p = malloc(n);
+    struct wire_store m = {.type = WIRE_STORE_DATA, .req = req, .layer = layer};
+    uint64_t sum = kv_blob_gather_sum(rig.own.pool, d->pages, BLOCK, (int)layer, p);
+
+    say(&rig.s, m, (struct bt_str){p, half});
+    m.offset = half;
+    m.sum = sum ^ wrong;
+    say(&rig.s, m, (struct bt_str){p + half, n - half});
+    free(p);
+}
+
+/* Sums that come behind the bytes are what is stored; a wrong one, or DROP, and nothing is. */
+static void test_sums_behind_the_bytes(void **state)
+{
+    struct lending d;
+
+    rig_open(0);
+    lending_make(&d, 0, 0);
+    begin_flow(&d, 1);
+    hear(&rig.s, WIRE_STORE_GO, 0);
+    for (uint32_t l = 0; l < N_LAYERS; l++) {
+        flow_layer(&d, 1, l, l == N_LAYERS - 1); /* the last one is wrong */
+    }
+    assert_int_equal(hear(&rig.s, WIRE_STORE_DONE, 0)->rc, BT_E_CORRUPT);
+    begin_flow(&d, 2);
+    hear(&rig.s, WIRE_STORE_GO, 1);
+    flow_layer(&d, 2, 0, 0);
+    say_type(&rig.s, WIRE_STORE_DROP, 2, 0);
+    assert_int_equal(hear(&rig.s, WIRE_STORE_DONE, 1)->rc, BT_E_CANCELLED);
+    assert_int_equal(take_chain(&rig.w, &rig.c), 0);
+    begin_flow(&d, 3);
+    hear(&rig.s, WIRE_STORE_GO, 2);
+    for (uint32_t l = 0; l < N_LAYERS; l++) {
+        flow_layer(&d, 3, l, 0);
+    }
+    assert_int_equal(hear(&rig.s, WIRE_STORE_DONE, 2)->rc, BT_OK);
+    assert_true(is_there());
+    assert_int_equal(kv_server_stats(rig.server).bad, 1);
     rig_close();
 }
 
@@ -778,6 +851,107 @@ static void test_the_client_ends(void **state)
     }
 }
 
+/* Over TCP blocks are sent from the pages, the sum of a layer behind it; the pages are held until
+ * the last byte is out and no longer. */
+static void test_sent_from_the_pages(void **state)
+{
+    desk_open((struct kv_client_cfg){.lend_ns = 600 * BT_NS_PER_S, .lend_bytes = 2 * BLOB_BYTES});
+    for (uint32_t i = 0; i < N_OFFERS; i++) {
+        offer(i);
+    }
+    for (uint32_t i = 0; i < N_OFFERS; i++) {
+        const struct heard *h = hear(&desk.s, WIRE_STORE_PUT, i);
+
+        assert_int_equal(h->flags, WIRE_STORE_SUMS_LATER);
+        assert_null(nth(&desk.s, WIRE_STORE_PUT, i + 2)); /* no more is held at once */
+        assert_false(is_back(i));
+        say_type(&desk.s, WIRE_STORE_GO, h->req, 0);
+        hear(&desk.s, WIRE_STORE_DATA, (i + 1) * N_LAYERS - 1);
+        assert_int_equal(wait_pages(i), BT_OK);
+        say_type(&desk.s, WIRE_STORE_DONE, h->req, BT_OK);
+    }
+    assert_int_equal(desk.s.right, N_OFFERS * N_LAYERS);
+    while (kv_client_stats(desk.client).puts < N_OFFERS) {
+        poll(NULL, 0, 1);
+    }
+    assert_int_equal(kv_client_stats(desk.client).lent, 0);
+    desk_close();
+}
+
+/* An owner that does not say GO: the pages come back by way of the staging, from which the block is
+ * sent when it does; where there is no slot it is dropped. */
+static void test_a_flow_is_called_back(void **state)
+{
+    uint64_t req[4];
+    uint32_t n_ok = 0, n_dropped = 0;
+
+    desk_open((struct kv_client_cfg){.lend_ns = LEND_NS, .staging_bytes = 1});
+    for (uint32_t i = 0; i < 4; i++) {
+        offer(i);
+    }
+    for (uint32_t i = 0; i < 4; i++) {
+        req[i] = hear(&desk.s, WIRE_STORE_PUT, i)->req;
+    }
+    for (uint32_t i = 0; i < 4; i++) {
+        n_ok += wait_pages(i) == BT_OK;
+        memset(kv_pool_page(desk.w.pool, 0, desk.offers[i].pages[0]), 0xee, PAGE_BYTES);
+    }
+    assert_int_equal(n_ok, 2); /* slots */
+    assert_int_equal(hear(&desk.s, WIRE_STORE_DROP, 1)->type, WIRE_STORE_DROP);
+    for (uint32_t i = 0; i < 4; i++) {
+        bool dropped = false;
+
+        for (uint32_t k = 0; nth(&desk.s, WIRE_STORE_DROP, k); k++) {
+            dropped = dropped || nth(&desk.s, WIRE_STORE_DROP, k)->req == req[i];
+        }
+        n_dropped += dropped;
+        if (dropped) {
+            say_type(&desk.s, WIRE_STORE_DONE, req[i], BT_E_CANCELLED);
+        } else {
+            say_type(&desk.s, WIRE_STORE_GO, req[i], 0);
+        }
+    }
+    assert_int_equal(n_dropped, 2);
+    hear(&desk.s, WIRE_STORE_DATA, 2 * N_LAYERS - 1);
+    assert_int_equal(desk.s.right, 2 * N_LAYERS);
+    assert_int_equal(desk.s.closed, 0);
+    desk_close();
+}
+
+/* DONE before all of it was sent, or the end of the owner in the middle. */
+static void test_flows_that_end_early(void **state)
+{
+    for (int how = 0; how < 3; how++) {
+        uint64_t req;
+
+        desk_open((struct kv_client_cfg){.lend_ns = 600 * BT_NS_PER_S});
+        offer(0);
+        req = hear(&desk.s, WIRE_STORE_PUT, 0)->req;
+        say_type(&desk.s, WIRE_STORE_DONE, req, how == 0 ? BT_OK : BT_E_EXISTS);
+        if (how == 2) {
+            say_type(&desk.s, WIRE_STORE_DONE, req, BT_E_EXISTS); /* once more */
+        }
+        assert_int_equal(wait_pages(0), how == 0 ? BT_E_PEER_LOST : BT_OK);
+        if (how != 1) {
+            assert_true(eventually(is_closed, &desk.s));
+        }
+        assert_int_equal(kv_client_stats(desk.client).puts, 0);
+        desk_close();
+    }
+}
+
+static int force_message(void **state)
+{
+    side_method = "message";
+    return 0;
+}
+
+static int force_nothing(void **state)
+{
+    side_method = NULL;
+    return 0;
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -794,6 +968,10 @@ int main(void)
         cmocka_unit_test(test_lending_is_refused),
         cmocka_unit_test(test_owners_that_are_wrong),
         cmocka_unit_test(test_the_client_ends),
+        cmocka_unit_test(test_sums_behind_the_bytes),
+        cmocka_unit_test_setup_teardown(test_sent_from_the_pages, force_message, force_nothing),
+        cmocka_unit_test_setup_teardown(test_a_flow_is_called_back, force_message, force_nothing),
+        cmocka_unit_test_setup_teardown(test_flows_that_end_early, force_message, force_nothing),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -80,10 +80,31 @@ static struct wire_store sample(enum wire_store_type type)
     return m;
 }
 
+#define N_SAMPLES (WIRE_STORE_DROP + 2)
+
+/* i from 1 to N_SAMPLES: each type as it began, then PUT and DATA of version 3. */
+static struct wire_store nth_sample(int i)
+{
+    struct wire_store m;
+
+    if (i <= WIRE_STORE_DROP) {
+        return sample((enum wire_store_type)i);
+    }
+    m = sample(i == N_SAMPLES ? WIRE_STORE_DATA : WIRE_STORE_PUT);
+    m.version = 3;
+    if (m.type == WIRE_STORE_PUT) {
+        m.method = 1;
+        m.flags = WIRE_STORE_SUMS_LATER;
+    } else {
+        m.sum = 0x1122334455667788;
+    }
+    return m;
+}
+
 static void test_round_trips(void **state)
 {
-    for (int t = WIRE_STORE_HELLO; t <= WIRE_STORE_DROP; t++) {
-        struct wire_store m = sample((enum wire_store_type)t), got;
+    for (int t = WIRE_STORE_HELLO; t <= N_SAMPLES; t++) {
+        struct wire_store m = nth_sample(t), got;
         char a[WIRE_STORE_MAX_HEAD], b[WIRE_STORE_MAX_HEAD];
         size_t n = wire_store_pack(&m, a);
 
@@ -96,7 +117,7 @@ static void test_round_trips(void **state)
         assert_memory_equal(&got, &m, sizeof(m));
         assert_int_equal(wire_store_pack(&got, b), n);
         assert_memory_equal(a, b, n);
-        assert_true(strcmp(wire_store_type_name(t), "?") != 0);
+        assert_true(strcmp(wire_store_type_name((int)m.type), "?") != 0);
     }
 }
 
@@ -104,8 +125,8 @@ static void test_mutations(void **state)
 {
     struct bt_err err;
 
-    for (int t = WIRE_STORE_HELLO; t <= WIRE_STORE_DROP; t++) {
-        struct wire_store m = sample((enum wire_store_type)t), got;
+    for (int t = WIRE_STORE_HELLO; t <= N_SAMPLES; t++) {
+        struct wire_store m = nth_sample(t), got;
         char head[WIRE_STORE_MAX_HEAD + 1] = {0}, again[WIRE_STORE_MAX_HEAD];
         size_t n = wire_store_pack(&m, head);
 
@@ -176,13 +197,14 @@ int main(int argc, char **argv)
 
     if (argc == 3 && strcmp(argv[1], "corpus") == 0) {
         /* Writes one sample of each type into a folder, for the fuzzer. */
-        for (int t = WIRE_STORE_HELLO; t <= WIRE_STORE_DROP; t++) {
-            struct wire_store m = sample((enum wire_store_type)t);
+        for (int t = WIRE_STORE_HELLO; t <= N_SAMPLES; t++) {
+            struct wire_store m = nth_sample(t);
             char head[WIRE_STORE_MAX_HEAD], path[512];
             size_t n = wire_store_pack(&m, head);
             FILE *f;
 
-            snprintf(path, sizeof(path), "%s/%s", argv[2], wire_store_type_name(t));
+            snprintf(path, sizeof(path), "%s/%s%s", argv[2], wire_store_type_name((int)m.type),
+                     m.version > 2 ? "_3" : "");
             f = fopen(path, "wb");
             if (!f || fwrite(head, 1, n, f) != n) {
                 return 1;
