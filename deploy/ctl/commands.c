@@ -379,8 +379,10 @@ const struct ctl_command ctl_commands[] = {
      .timeout = "60s",
      .details =
          "With --binary the supervisor starts --replicas nodes of it beside the role's. With\n"
-         "--image the last --replicas pods of the StatefulSet get it (rights: get, patch). With\n"
-         "neither the nodes are there already and announce --version; so a share is changed.\n"
+         "--image the last --replicas pods of the StatefulSet get it (rights: get, patch); with\n"
+         "--kind deployment a Deployment PREFIX-ROLE-canary of --replicas pods is made beside the\n"
+         "role's (rights: get, create, patch, delete, and list on pods). With neither the nodes\n"
+         "are there already and announce --version; so a share is changed.\n"
          "Where the chosen nodes cannot take a request the others do.\n",
      .run = ctl_canary},
     {.name = "promote",

@@ -33,6 +33,7 @@ struct kube_request {
     const char *content_type;  /* of the body; NULL = application/json */
     uint64_t deadline_ns;
     bool quiet_conflict; /* 409 is not told: the caller tries again */
+    bool quiet_missing;  /* nor is 404: the caller asks whether it is there */
 };
 
 /* CTL_OK with the answer's object, which the caller frees. *ret_status: of HTTP, 0 = there was no

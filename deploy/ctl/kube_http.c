@@ -104,7 +104,7 @@ tell_status(const struct kube *k, const struct kube_request *r, long status, con
     for (char *p = text; *p; p++) {
         *p = (unsigned char)*p < ' ' || *p == 127 ? '?' : *p;
     }
-    if (status != 409 || !r->quiet_conflict) {
+    if (!(status == 409 && r->quiet_conflict) && !(status == 404 && r->quiet_missing)) {
         fprintf(stderr, "batonctl: %s %s: %ld: %s\n", r->method, r->path, status, text);
     }
     switch (status) {

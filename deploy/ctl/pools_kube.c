@@ -304,19 +304,15 @@ static void close_kube(struct ctl_pools *p)
     free(impl);
 }
 
+static const struct ctl_pools_ops stateful_ops = {
+    "kubernetes",     plan,    scale,     gone, settle, flip, kube_canary_start, kube_canary_end,
+    kube_canary_over, members, close_kube};
+static const struct ctl_pools_ops deployment_ops = {
+    "kubernetes",     plan,    scale,     gone, settle, flip, kube_deploy_start, kube_deploy_end,
+    kube_deploy_over, members, close_kube};
+
 int ctl_pools_open_kube(struct ctl_pools *p, uint64_t deadline_ns)
 {
-    static const struct ctl_pools_ops ops = {"kubernetes",
-                                             plan,
-                                             scale,
-                                             gone,
-                                             settle,
-                                             flip,
-                                             kube_canary_start,
-                                             kube_canary_end,
-                                             kube_canary_over,
-                                             members,
-                                             close_kube};
     struct kube_pools *impl;
     int code;
 
@@ -331,7 +327,7 @@ int ctl_pools_open_kube(struct ctl_pools *p, uint64_t deadline_ns)
         free(impl);
         return code;
     }
-    p->ops = &ops;
+    p->ops = is_stateful(p) ? &stateful_ops : &deployment_ops;
     p->impl = impl;
     p->has_router = false; /* inside of the cluster, where an operator often is not */
     return CTL_OK;

@@ -1,6 +1,6 @@
-/* A canary on Kubernetes: of a StatefulSet the pods from a partition on get the new image, the
- * others keep theirs. The old image is kept in an annotation until the canary is over. Needs the
- * rights: get, patch on statefulsets. */
+/* A canary on Kubernetes, here of a StatefulSet (Deployments: pools_kube_deploy.c): the pods from a
+ * partition on get the new image, the others keep theirs. The old image is kept in an annotation
+ * until the canary is over. Needs the rights: get, patch on statefulsets. */
 #include "deploy/ctl/cluster.h"
 #include "deploy/ctl/pools_kube.h"
 
@@ -11,10 +11,8 @@
 #define LOOK_NS          (200 * BT_NS_PER_MS)
 #define PREVIOUS         "baton/previous-image"
 #define PREVIOUS_RELEASE "baton/previous-release"
-#define RELEASE          "BATON_RELEASE" /* option `release` of nodes */
 
-/* What an object has under names, one below the other; NULL where one is missing. */
-static const json_t *down(const json_t *o, const char *a, const char *b, const char *c)
+const json_t *kube_down(const json_t *o, const char *a, const char *b, const char *c)
 {
     o = json_object_get(json_object_get(o, a), b);
     return c ? json_object_get(o, c) : o;
@@ -22,54 +20,49 @@ static const json_t *down(const json_t *o, const char *a, const char *b, const c
 
 static const char *previous_of(const json_t *set)
 {
-    return json_string_value(down(set, "metadata", "annotations", PREVIOUS));
+    return json_string_value(kube_down(set, "metadata", "annotations", PREVIOUS));
 }
 
-/* The container that runs the node: the first. */
-static const json_t *container_of(const json_t *set)
+const json_t *kube_container_of(const json_t *set)
 {
-    return json_array_get(json_object_get(down(set, "spec", "template", "spec"), "containers"), 0);
+    return json_array_get(json_object_get(kube_down(set, "spec", "template", "spec"), "containers"),
+                          0);
 }
 
-static const char *release_of(const json_t *set)
+const char *kube_release_of(const json_t *set)
 {
     const json_t *v;
     size_t i;
 
-    json_array_foreach(json_object_get(container_of(set), "env"), i, v)
+    json_array_foreach(json_object_get(kube_container_of(set), "env"), i, v)
     {
         const char *name = json_string_value(json_object_get(v, "name"));
 
-        if (name && strcmp(name, RELEASE) == 0) {
+        if (name && strcmp(name, KUBE_RELEASE) == 0) {
             return json_string_value(json_object_get(v, "value"));
         }
     }
     return NULL;
 }
 
-static int64_t replicas_of(const json_t *set)
+int64_t kube_replicas_of(const json_t *set)
 {
-    return json_integer_value(down(set, "spec", "replicas", NULL));
+    return json_integer_value(kube_down(set, "spec", "replicas", NULL));
 }
 
 static int64_t partition_of(const json_t *set)
 {
     return json_integer_value(
-        json_object_get(down(set, "spec", "updateStrategy", "rollingUpdate"), "partition"));
+        json_object_get(kube_down(set, "spec", "updateStrategy", "rollingUpdate"), "partition"));
 }
 
 static int
 read_set(struct ctl_pools *p, const char *role, char path[600], uint64_t deadline_ns, json_t **ret)
 {
-    int code;
+    int code = kube_pools_path(p, role, "", path);
 
-    if (strcmp(p->a->kind, "statefulset") != 0) {
-        fputs("batonctl: canaries are of statefulsets alone\n", stderr);
-        return CTL_FAILED;
-    }
-    code = kube_pools_path(p, role, "", path);
     code = code != CTL_OK ? code : kube_pools_read(p, path, deadline_ns, ret);
-    if (code == CTL_OK && !json_string_value(json_object_get(container_of(*ret), "image"))) {
+    if (code == CTL_OK && !json_string_value(json_object_get(kube_container_of(*ret), "image"))) {
         fprintf(stderr, "batonctl: %s has no container with an image\n", path);
         json_decref(*ret);
         code = CTL_FAILED;
@@ -81,7 +74,7 @@ read_set(struct ctl_pools *p, const char *role, char path[600], uint64_t deadlin
 static void name_pods(
     const struct ctl_pools *p, const char *role, int64_t from, const json_t *set, json_t *names)
 {
-    for (int64_t i = from; i < replicas_of(set); i++) {
+    for (int64_t i = from; i < kube_replicas_of(set); i++) {
         char name[400];
 
         snprintf(name, sizeof(name), "%s-%s-%lld", p->a->workload, role, (long long)i);
@@ -100,17 +93,17 @@ struct change {
 
 static json_t *patch_of(const json_t *set, const struct change *ch)
 {
-    const json_t *version = down(set, "metadata", "resourceVersion", NULL);
+    const json_t *version = kube_down(set, "metadata", "resourceVersion", NULL);
     json_t *patch =
         json_pack("{s:{s:O, s:{s:s?, s:s?}}, s:{s:{s:s, s:{s:I}}}}", "metadata", "resourceVersion",
                   version, "annotations", PREVIOUS, ch->previous, PREVIOUS_RELEASE,
                   ch->previous_release, "spec", "updateStrategy", "type", "RollingUpdate",
                   "rollingUpdate", "partition", (json_int_t)ch->partition);
-    json_t *env = ch->release ? json_pack("{s:s, s:s}", "name", RELEASE, "value", ch->release)
-                              : json_pack("{s:s, s:s}", "name", RELEASE, "$patch", "delete");
+    json_t *env = ch->release ? json_pack("{s:s, s:s}", "name", KUBE_RELEASE, "value", ch->release)
+                              : json_pack("{s:s, s:s}", "name", KUBE_RELEASE, "$patch", "delete");
     json_t *container =
-        json_pack("{s:O, s:s?, s:[o]}", "name", json_object_get(container_of(set), "name"), "image",
-                  ch->image, "env", env);
+        json_pack("{s:O, s:s?, s:[o]}", "name", json_object_get(kube_container_of(set), "name"),
+                  "image", ch->image, "env", env);
 
     if (ch->image) {
         json_object_set_new(json_object_get(patch, "spec"), "template",
@@ -152,9 +145,9 @@ static int check(const struct ctl_pools *p, const struct ctl_canary *c, const js
         fprintf(stderr, "batonctl: %s has a canary already: promote it or roll it back\n", c->role);
         return CTL_FAILED;
     }
-    if (c->n > replicas_of(set)) {
+    if (c->n > kube_replicas_of(set)) {
         fprintf(stderr, "batonctl: %s has %lld pods, fewer than the canary\n", c->role,
-                (long long)replicas_of(set));
+                (long long)kube_replicas_of(set));
         return CTL_FAILED;
     }
     return CTL_OK;
@@ -173,9 +166,9 @@ int kube_canary_start(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadli
     }
     code = check(p, c, set);
     if (code == CTL_OK) {
-        ch.partition = replicas_of(set) - c->n;
-        ch.previous = json_string_value(json_object_get(container_of(set), "image"));
-        ch.previous_release = release_of(set);
+        ch.partition = kube_replicas_of(set) - c->n;
+        ch.previous = json_string_value(json_object_get(kube_container_of(set), "image"));
+        ch.previous_release = kube_release_of(set);
         name_pods(p, c->role, ch.partition, set, c->names);
     }
     if (code == CTL_OK && !c->dry) {
@@ -212,7 +205,7 @@ int kube_canary_end(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline
         }
     } else {
         ch.image = c->promote ? NULL : previous_of(set);
-        ch.release = json_string_value(down(set, "metadata", "annotations", PREVIOUS_RELEASE));
+        ch.release = json_string_value(kube_down(set, "metadata", "annotations", PREVIOUS_RELEASE));
         code = apply(p, path, set, &ch, deadline_ns);
     }
     json_decref(set);
@@ -223,10 +216,10 @@ int kube_canary_end(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline
 static bool is_over(const json_t *set)
 {
     const json_t *status = json_object_get(set, "status");
-    int64_t n = replicas_of(set);
+    int64_t n = kube_replicas_of(set);
 
     return json_integer_value(json_object_get(status, "observedGeneration")) >=
-               json_integer_value(down(set, "metadata", "generation", NULL)) &&
+               json_integer_value(kube_down(set, "metadata", "generation", NULL)) &&
            json_integer_value(json_object_get(status, "updatedReplicas")) >=
                n - partition_of(set) &&
            json_integer_value(json_object_get(status, "readyReplicas")) == n;

@@ -7,13 +7,16 @@ import re
 import ssl
 import threading
 import time
+import urllib.parse
 
 REASONS = {400: "BadRequest", 401: "Unauthorized", 403: "Forbidden", 404: "NotFound", 405: "MethodNotAllowed",
            409: "Conflict", 415: "UnsupportedMediaType", 422: "Invalid", 429: "TooManyRequests", 500: "InternalError",
            503: "ServiceUnavailable"}
 PATH = re.compile(r"^/apis/apps/v1/namespaces/(?P<ns>[a-z0-9-]+)/(?P<resource>statefulsets|deployments)/"
                   r"(?P<name>[a-z0-9-]+)(?P<sub>/scale)?$")
-VERBS = {"GET": "get", "PUT": "update", "PATCH": "patch"}
+MANY = re.compile(r"^/apis/apps/v1/namespaces/(?P<ns>[a-z0-9-]+)/(?P<resource>deployments)(?P<name>)(?P<sub>)$|"
+                  r"^/api/v1/namespaces/(?P<pod_ns>[a-z0-9-]+)/(?P<pods>pods)(\?labelSelector=(?P<selector>[^&]+))?$")
+VERBS = {"GET": "get", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 
 
 class Failure(Exception):
@@ -27,6 +30,8 @@ class ApiServer:
     def __init__(self, authority, client_authority=None, users=None, rules=None):
         self.users, self.rules = users or {}, rules or {}
         self.objects, self.requests, self.faults, self.on_write, self.on_patched = {}, [], [], None, None
+        self.pods = {}  # (namespace, name): labels
+        self.on_deleted = None
         self.lock = threading.Lock()
         self.version = 1000
         cert, key = authority.issue("kube-apiserver", san="DNS:localhost,IP:127.0.0.1")
@@ -84,9 +89,11 @@ class ApiServer:
             "metadata": {"name": name, "namespace": ns, "uid": f"uid-{self.version}", "generation": 1,
                          "resourceVersion": str(self.version), "annotations": {}},
             "spec": {"replicas": replicas,
+                     "selector": {"matchLabels": {"app": name}},
                      **({"updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"partition": 0}}}
                         if resource == "statefulsets" else {}),
-                     "template": {"spec": {"containers": [{"name": "node", "image": image}]}}},
+                     "template": {"metadata": {"labels": {"app": name}, "creationTimestamp": None},
+                                  "spec": {"containers": [{"name": "node", "image": image}]}}},
             "status": {"observedGeneration": 1, "replicas": replicas, "readyReplicas": replicas}}
 
     def replicas(self, name, resource="statefulsets", ns="llm"):
@@ -163,6 +170,13 @@ class ApiServer:
             if isinstance(fault, bytes):
                 return fault
             time.sleep(fault)
+        m = MANY.match(h.path)
+        if m and m["pods"] and h.command == "GET":
+            self.authorize(user, "list", {"resource": "pods", "sub": "", "ns": m["pod_ns"], "name": ""})
+            return self.list_pods(m["pod_ns"], m["selector"])
+        if m and not m["pods"] and h.command == "POST":
+            self.authorize(user, "create", m)
+            return self.create(h, m["ns"], m["resource"], json.loads(body))
         m = PATH.match(h.path)
         if not m:
             raise Failure(403 if user == "system:anonymous" else 404, "the server could not find the requested resource")
@@ -181,7 +195,45 @@ class ApiServer:
             hook(o)
         if verb == "patch":
             return self.patch(h, o, body)
+        if verb == "delete":
+            return self.delete(o, m)
         return self.put_scale(h, o, m, body)
+
+    def list_pods(self, ns, selector):
+        want = dict(pair.split("=", 1) for pair in urllib.parse.unquote(selector or "").split(",") if pair)
+        return {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": str(self.version)},
+                "items": [{"metadata": {"name": name, "namespace": ns, "labels": labels}}
+                          for (where, name), labels in sorted(self.pods.items())
+                          if where == ns and want.items() <= labels.items()]}
+
+    def create(self, h, ns, resource, o):
+        meta, spec = o["metadata"], o["spec"]
+        if (o.get("apiVersion"), o.get("kind")) != ("apps/v1", "Deployment"):
+            raise Failure(400, "the object provided is unrecognized")
+        if meta.get("namespace", ns) != ns:
+            raise Failure(400, "the namespace of the provided object does not match the namespace sent on the request")
+        if "resourceVersion" in meta:
+            raise Failure(500, "resourceVersion should not be set on objects to be created")
+        if not spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items():
+            raise Failure(422, f'Deployment.apps "{meta["name"]}" is invalid: spec.template.metadata.labels: Invalid '
+                               "value: `selector` does not match template `labels`")
+        if any(len(v) > 63 for v in spec["template"]["metadata"]["labels"].values()):
+            raise Failure(422, "must be no more than 63 characters")
+        if (ns, resource, meta["name"]) in self.objects:
+            raise Failure(409, f'{resource}.apps "{meta["name"]}" already exists')
+        o["metadata"] = {**meta, "namespace": ns, "uid": f"uid-{self.version}", "generation": 1}
+        o["status"] = {}
+        self.touch(o)
+        self.objects[ns, resource, meta["name"]] = o
+        if self.on_patched:
+            self.on_patched(o)
+        return o
+
+    def delete(self, o, m):
+        del self.objects[m["ns"], m["resource"], m["name"]]
+        if self.on_deleted:
+            self.on_deleted(o)
+        return {"kind": "Status", "apiVersion": "v1", "status": "Success", "details": {"name": m["name"]}}
 
     def put_scale(self, h, o, m, body):
         if not m["sub"]:

@@ -405,6 +405,132 @@ def test_canary_promote_and_rollback_of_an_image(cluster, kube):
     assert kube.ctl("canary", "decode", "--binary", "/x", router=router).returncode == 2
 
 
+class Controller:
+    """Runs the pods of deployments as real nodes: a pod of the new template, then one of the old ends."""
+
+    def __init__(self, c, kube):
+        self.c, self.kube, self.todo, self.n = c, kube, queue.Queue(), 0
+        self.pods, self.broken = {}, set()  # name: (deployment, image, release); images that never start
+        kube.api.on_patched = lambda o: self.todo.put((o, True))
+        kube.api.on_deleted = lambda o: self.todo.put((o, False))
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def run(self):
+        while True:
+            o, there = self.todo.get()
+            self.reconcile(o, o["spec"]["replicas"] if there else 0)
+            self.todo.task_done()
+
+    def of(self, name):
+        return [p for p in self.pods if self.pods[p][0] == name]
+
+    def reconcile(self, o, n):
+        owner, node = o["metadata"]["name"], o["spec"]["template"]["spec"]["containers"][0]
+        release = next((e["value"] for e in node.get("env", ()) if e["name"] == "BATON_RELEASE"), "1.0")
+        want = (owner, node["image"], release)
+        old = [p for p in self.of(owner) if self.pods[p] != want or n == 0]
+        while n and node["image"] not in self.broken and [self.pods[p] for p in self.of(owner)].count(want) < n:
+            self.start(o, want)
+            if old:
+                self.stop(old.pop())
+        while old:
+            self.stop(old.pop())
+        ready = len(self.of(owner))
+        o["status"] = {"observedGeneration": o["metadata"]["generation"], "replicas": n, "updatedReplicas": ready,
+                       "readyReplicas": ready}
+
+    def start(self, o, want):
+        self.n += 1
+        name = f"{want[0]}-5d9f7-{self.n:05}"
+        self.c.add_node("decode", name, [f"--release={want[2]}"]).wait_ready()
+        self.pods[name] = want
+        self.kube.api.pods["llm", name] = o["spec"]["template"]["metadata"]["labels"]
+
+    def stop(self, name):
+        self.c.procs[name].stop()
+        del self.pods[name], self.kube.api.pods["llm", name]
+
+
+CANARY_RIGHTS = [*RIGHTS, *((v, "deployments", "llm") for v in ("create", "patch", "delete")), ("list", "pods", "llm")]
+
+
+def test_canary_of_a_deployment(cluster, kube):
+    """A deployment beside the role's: rolled back it is as if it had never been, promoted the role runs it."""
+    c = cluster(prefill=1, decode=0, wait=False)
+    kube.api.rules["alice"] = CANARY_RIGHTS
+    kube.api.add("deployments", "baton-decode", 2)
+    controller = Controller(c, kube)
+    role = kube.api.objects["llm", "deployments", "baton-decode"]
+    controller.todo.put((role, True))
+    controller.todo.join()
+    eventually(lambda: len(c.ready_nodes()) == 3, 20)
+    before, old = json.dumps(role["spec"]), controller.of("baton-decode")
+    router = c.procs["router"].address
+    c.allow("event=node .*to=lost")
+
+    def ctl(*args):
+        return kube.ctl(*args, "--kind", "deployment", router=router)
+    start = ["canary", "decode", "--image", "baton:2", "--version", "2.0", "--percent", "30"]
+    out = ctl(*start, "--dry-run")
+    assert out.returncode == 0 and {v for v, _ in kube.api.requests} == {"GET"} and out.stderr == "", out
+    out = ctl(*start)
+    assert out.returncode == 0 and out.stdout == "decode: 2.0 gets 30 % of the requests\n", out
+    canary = kube.api.objects["llm", "deployments", "baton-decode-canary"]
+    assert canary["spec"]["replicas"] == 1 and canary["spec"]["template"]["metadata"]["labels"] == {
+        "app": "baton-decode", "baton/canary": "baton-decode-canary"}
+    assert json.dumps(role["spec"]) == before and controller.of("baton-decode") == old
+    who = [c.client.generate(f"p {i}", max_tokens=2).timing.decode_node for i in range(20)]
+    assert sum(w.startswith("baton-decode-canary-") for w in who) == 6, who
+    out = ctl(*start)
+    assert out.returncode == 1 and "already" in out.stderr
+    out = ctl("rollback", "decode")
+    assert out.returncode == 0, out.stderr
+    assert not controller.of("baton-decode-canary") and not c.client.server().canaries
+    assert json.dumps(role["spec"]) == before and controller.of("baton-decode") == old
+    assert ctl("rollback", "decode").returncode == 5
+    assert ctl(*start).returncode == 0
+    out = ctl("promote", "decode")
+    assert out.returncode == 0, out.stderr
+    controller.todo.join()
+    assert {controller.pods[p] for p in controller.pods} == {("baton-decode", "baton:2", "2.0")}
+    assert ("llm", "deployments", "baton-decode-canary") not in kube.api.objects and len(controller.pods) == 2
+    eventually(lambda: {n.version for n in c.client.server().nodes if n.role == "decode" and n.state == "ready"} ==
+               {"2.0"})
+    assert not any(n.cordoned for n in c.client.server().nodes if n.state == "ready")
+    assert len(c.client.generate("after", max_tokens=3).tokens) == 3
+
+
+def test_canary_of_a_deployment_that_does_not_start_is_taken_back(cluster, kube):
+    c = cluster(prefill=1, decode=0, wait=False)
+    kube.api.add("deployments", "baton-decode", 1)
+    controller = Controller(c, kube)
+    controller.broken.add("baton:bad")
+    role = kube.api.objects["llm", "deployments", "baton-decode"]
+    controller.todo.put((role, True))
+    controller.todo.join()
+    router, before = c.procs["router"].address, json.dumps(role["spec"])
+    start = ["canary", "decode", "--image", "baton:bad", "--kind", "deployment", "--timeout", "3s"]
+    for missing in ("create", "list"):
+        kube.api.rules["alice"] = [r for r in CANARY_RIGHTS if r[0] != missing]
+        out = kube.ctl("canary", "decode", "--image", "baton:1", "--version", "2.0", *start[4:6], router=router)
+        assert out.returncode == 6 and f"cannot {missing}" in out.stderr and out.stdout == "", out
+        assert ("llm", "deployments", "baton-decode-canary") not in kube.api.objects
+        controller.todo.join()
+    kube.api.rules["alice"] = CANARY_RIGHTS
+    out = kube.ctl(*start, router=router)
+    assert out.returncode == 4 and "taken back" in out.stderr and out.stdout == "", out
+    # A deployment of that name which is none of ours stays.
+    kube.api.add("deployments", "baton-decode-canary", 1)
+    for args in (start, ["rollback", "decode", *start[4:]], ["promote", "decode", *start[4:]]):
+        out = kube.ctl(*args, router=router)
+        assert out.returncode == 1 and "not as a canary" in out.stderr, out
+    assert ("llm", "deployments", "baton-decode-canary") in kube.api.objects
+    assert json.dumps(role["spec"]) == before and len(controller.of("baton-decode")) == 1
+    assert not c.client.server().canaries
+    controller.todo.join()
+    c.allow("event=node .*to=lost")
+
+
 def test_tokens_are_not_shown(kube, tmp_path):
     """Not in the list of processes either: nothing secret is an argument."""
     kube.api.faults = [1.5]
