@@ -13,7 +13,7 @@
  * to 32 rows; a whole step of one row took 5.07 ms with them and 4.91 without (tests/bench/NOTES.md
  * says what is suspected), so for now none. */
 #define STREAM_ROWS 0
-#define STEP_ROWS   4 /* in one kernel (step.cu), which runs up to KN_STEP_MAX_ROWS */
+#define STEP_ROWS   KN_STEP_MAX_ROWS /* in one kernel (step.cu) */
 
 static void close_device(struct kn_device *d)
 {
@@ -86,7 +86,10 @@ static size_t lay_out(struct kn_device *d)
         {&d->page, t * sizeof(int32_t)},
         {&d->wanted_rows, s * sizeof(int32_t)},
         {&d->drawn, o * sizeof(int32_t)},
-        {&d->counter, sizeof(*d->counter)},
+        {&d->step.counter, sizeof(*d->step.counter)},
+        {&d->step.records,
+         d->step_rows ? kn_cuda_step_record_bytes(&d->step.heads, d->step_rows, d->attn.n_sms) : 0},
+        {&d->step.flow, 2 * d->step.flow_bytes},
         {&d->draws, s * sizeof(struct kn_cuda_draw)},
         {&d->all.row_start, (s + 1) * sizeof(int32_t)},
         {&d->all.ctx_len, s * sizeof(int32_t)},
@@ -142,7 +145,13 @@ static int alloc_all(struct kn_device *d)
     if (rc == 0) {
         lay_out(d);
         rc = (int)cudaMemset(d->work, 0, bytes);
+        rc = rc ? rc : (int)cudaMemset(d->step.flow, 0xff, 2 * d->step.flow_bytes);
     }
+    d->step.heads.cos_sin = d->cos_sin;
+    d->step.heads.pos = d->pos;
+    d->step.heads.page = d->page;
+    d->step.ctx_len = d->all.ctx_len;
+    d->step.pages = d->all.pages;
     work = kn_cuda_attn_workspace(&d->attn, d->cfg.max_batch_seqs, d->cfg.max_batch_tokens,
                                   d->cfg.max_ctx);
     rc = rc ? rc : (int)cudaMalloc(&d->attn_work, work);
@@ -200,6 +209,27 @@ static int check_shape(const struct kn_device *d, struct bt_err *err)
     return BT_OK;
 }
 
+/* What launches of steps have in common; where arrays lie is filled in later. */
+static void set_up_steps(struct kn_device *d)
+{
+    const struct bt_model_config *c = d->c;
+    struct kn_cuda_step_args *s = &d->step;
+
+    s->heads = (struct kn_cuda_heads){.n_heads = c->n_heads,
+                                      .n_kv_heads = c->n_kv_heads,
+                                      .head_dim = c->head_dim,
+                                      .page_tokens = d->attn.page_tokens,
+                                      .page_stride = d->attn.page_stride,
+                                      .interleaved = c->rope_interleaved};
+    s->n_sms = d->attn.n_sms;
+    s->eps = c->rms_eps;
+    s->scale = d->attn.scale;
+    s->n_attn = c->n_layers;
+    s->pages_stride = d->pages_stride;
+    d->step_rows = d->cfg.invariant || !kn_cuda_v_steps(d) ? 0 : STEP_ROWS;
+    s->flow_bytes = d->step_rows ? kn_cuda_v_flow_bytes(d, d->step_rows) : 0;
+}
+
 static int open_device(const struct kn_device_cfg *cfg, struct kn_device **ret, struct bt_err *err)
 {
     const struct bt_model_config *c = cfg->model;
@@ -218,7 +248,6 @@ static int open_device(const struct kn_device_cfg *cfg, struct kn_device **ret, 
     d->c = c;
     d->dtype = cfg->dtype == BT_DTYPE_BF16 ? KN_CUDA_BF16 : KN_CUDA_F16;
     d->stream_rows = STREAM_ROWS;
-    d->step_rows = cfg->invariant || !kn_cuda_v_steps(d) ? 0 : STEP_ROWS;
     d->attn = (struct kn_cuda_attn_shape){
         .dtype = d->dtype,
         .n_heads = c->n_heads,
@@ -232,6 +261,7 @@ static int open_device(const struct kn_device_cfg *cfg, struct kn_device **ret, 
     };
     cudaDeviceGetAttribute(&d->attn.n_sms, cudaDevAttrMultiProcessorCount, 0);
     d->pages_stride = BT_DIV_UP(cfg->max_ctx, cfg->page_tokens);
+    set_up_steps(d);
     rc = check_shape(d, err);
     if (rc == BT_OK) {
         size_t plan = kn_cuda_attn_plan_bytes(&d->attn, cfg->max_batch_seqs, cfg->max_batch_tokens,

@@ -144,29 +144,50 @@ int kn_cuda_stream_gemm(enum kn_cuda_dtype t,
                         const struct kn_cuda_stream_gemm_args *a,
                         kn_cuda_stream s);
 
-/* Products of a decode step of few rows one after the other in one launch: kernels/cuda/step.cu.
- * Each phase begins when the one before it is complete on the whole card. */
-#define KN_STEP_MAX_ROWS 8
-#define KN_STEP_PHASES   4
+/* A decode step of few rows in one launch: products and attention one after the other
+ * (kernels/cuda/step.cu). What a phase leaves for others lies in `flow`: no element of it is ever
+ * read before it is written, and nobody waits for more than the elements that it reads. */
+#define KN_STEP_MAX_ROWS 4
+#define KN_STEP_PHASES   200
 struct kn_cuda_step_phase {
-    const void *w; /* [N, K], K a multiple of 64; N of 8 * 2 where outputs come in pairs */
-    const void *x; /* [rows, K] */
-    size_t x_stride, out_stride; /* elements */
-    const float *norm;           /* [K]: x is normed first; NULL = not */
-    const float *bias;           /* QKV: [N] or NULL */
-    int n, k;
-    enum kn_cuda_stream_out kind; /* ADD, SWIGLU, F32, or QKV without norms of heads */
+    const void *w; /* [N, K], K a multiple of 64; N of 8 * 2 where outputs come in pairs. NULL: the
+                      phase is attention of the rows of x, as a QKV phase left them */
+    const void *x; /* [rows, K], 16-byte aligned; attention: [rows, (H + 2 Hkv) D] */
     void *out;
+    const void *old;   /* ADD: [rows, N], what the sum is added to */
+    const float *norm; /* [K]: x is normed first; NULL = not */
+    const float *bias; /* QKV: [N] or NULL */
+    void *kv;          /* QKV and attention: layer of the pool */
+    int n, k;
+    int x_stride, out_stride;     /* elements; a multiple of 8 */
+    enum kn_cuda_stream_out kind; /* ADD, SWIGLU, F32, or QKV without norms of heads, whose new K
+                                     and V go to the pages and to out */
 };
 struct kn_cuda_step_args {
     int rows, n_phases, n_sms;
-    int stages; /* 0 = the kernel's choice */
+    int stages, flight; /* of the ring; of those, asked for at once; 0 = the kernel's choice */
+    bool first, last;   /* of the launches of a step */
     float eps;
-    struct kn_cuda_step_phase phases[KN_STEP_PHASES];
-    struct kn_cuda_heads heads;  /* of the QKV phase */
+    /* Attention: rows are sequences, at the ends of their contexts; a context of 0 is an empty row,
+     * whose result is 0. */
+    float scale;
+    int n_attn, attn_first; /* attention phases of the step; of those in launches before this one */
+    const int32_t *ctx_len; /* [rows] */
+    const uint32_t *pages;  /* [rows, pages_stride] */
+    int pages_stride;
+    struct kn_cuda_heads heads; /* page table aside what all layers share */
+    /* Two sets of flow_bytes each, all bits set at first; pointers above may point into the first
+     * set. Steps take turns. Outputs in it are written whole. */
+    void *flow;
+    size_t flow_bytes;           /* a multiple of 16 */
+    void *records;               /* kn_cuda_step_record_bytes(), zero at first */
     unsigned long long *counter; /* zero at first; of one stream */
+    struct kn_cuda_step_phase phases[KN_STEP_PHASES];
 };
 int kn_cuda_step_init(void);
+/* Are there kernels for attention of these heads? */
+bool kn_cuda_step_supports(const struct kn_cuda_heads *h);
+size_t kn_cuda_step_record_bytes(const struct kn_cuda_heads *h, int rows, int n_sms);
 int kn_cuda_step(enum kn_cuda_dtype t, const struct kn_cuda_step_args *a, kn_cuda_stream s);
 
 /* Draws tokens from rows of f32 logits as kernels/model/sampler.h defines it. One block a row. */

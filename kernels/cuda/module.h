@@ -146,9 +146,10 @@ struct kn_device {
     struct kn_cuda_draw *draws;
     struct kn_cuda_view all, wanted; /* of the pass being recorded */
 
-    unsigned long long *counter;   /* of kn_cuda_step */
     bool stepping;                 /* the pass being recorded goes through kn_cuda_step ... */
-    struct kn_cuda_step_args step; /* ... and these phases wait for their launch */
+    struct kn_cuda_step_args step; /* ... whose phases wait here for their launch */
+    size_t flow_used;              /* of step.flow */
+    void *step_att;                /* what attention left for the output projection */
 
     /* The pass being recorded. */
     const struct kn_cuda_view *view;
@@ -189,6 +190,10 @@ void kn_cuda_v_ffn(struct kn_device *d, const struct kn_device_ffn *a);
 void kn_cuda_v_logits(struct kn_device *d, const float *norm, const struct kn_weight *output);
 /* May steps of few rows of this model go through kn_cuda_step? */
 bool kn_cuda_v_steps(const struct kn_device *d);
+/* Bytes that such a step leaves in step.flow. */
+size_t kn_cuda_v_flow_bytes(const struct kn_device *d, int rows);
+/* Before the vocabulary of such a step. */
+void kn_cuda_v_step_begin(struct kn_device *d);
 /* Draws the tokens of the pass on the device. */
 void kn_cuda_v_sample(struct kn_device *d);
 

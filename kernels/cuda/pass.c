@@ -275,7 +275,7 @@ static void issue(struct kn_device *d, void (*record)(void *arg), void *arg)
 {
     d->stepping = d->all.rows <= d->step_rows && d->all.n_decode == d->all.n_seqs &&
                   d->n_wanted == d->all.rows;
-    d->step.n_phases = 0;
+    kn_cuda_v_step_begin(d);
     d->view = &d->all;
     d->cur_x = d->x;
     d->cur_qkv = d->qkv;

@@ -105,44 +105,131 @@ bool kn_cuda_v_steps(const struct kn_device *d)
     const struct bt_model_config *c = d->c;
 
     return c->d_model % 64 == 0 && c->d_ff % 64 == 0 && (c->n_heads * c->head_dim) % 64 == 0 &&
-           !c->qk_norm;
+           !c->qk_norm && kn_cuda_step_supports(&d->step.heads);
+}
+
+size_t kn_cuda_v_flow_bytes(const struct kn_device *d, int rows)
+{
+    const struct bt_model_config *c = d->c;
+    size_t qkv = (size_t)(c->n_heads + 2 * c->n_kv_heads) * (size_t)c->head_dim;
+    size_t layer =
+        qkv + (size_t)(c->n_heads * c->head_dim) + 2 * (size_t)c->d_model + (size_t)c->d_ff;
+
+    return (size_t)c->n_layers * layer * (size_t)rows * 2;
+}
+
+void kn_cuda_v_step_begin(struct kn_device *d)
+{
+    struct kn_cuda_step_args *s = &d->step;
+
+    s->n_phases = s->attn_first = 0;
+    s->rows = d->all.rows;
+    s->first = true;
+    s->last = false;
+    d->flow_used = 0;
 }
 
 /* Launches the phases that wait. */
 static void step_launch(struct kn_device *d)
 {
-    d->step.rows = d->view->rows;
-    d->step.n_sms = d->attn.n_sms;
-    d->step.eps = d->c->rms_eps;
-    d->step.counter = d->counter;
-    if (d->step.n_phases > 0) {
-        did(d, "step", kn_cuda_step(d->dtype, &d->step, d->stream));
+    struct kn_cuda_step_args *s = &d->step;
+
+    did(d, "step", kn_cuda_step(d->dtype, s, d->stream));
+    for (int i = 0; i < s->n_phases; i++) {
+        s->attn_first += s->phases[i].w == NULL;
     }
-    d->step.n_phases = 0;
+    s->n_phases = 0;
+    s->first = false;
 }
 
-/* x: [rows, K] of the weights; norm NULL = as it is. */
-static void step_phase(
-    struct kn_device *d, const struct product *p, const void *x, size_t x_stride, const float *norm)
+static void step_add(struct kn_device *d, const struct kn_cuda_step_phase *p)
 {
-    const struct kn_cuda_weight *w = p->w->handle;
-
     if (d->step.n_phases == KN_STEP_PHASES) {
         step_launch(d);
     }
-    d->step.phases[d->step.n_phases++] = (struct kn_cuda_step_phase){.w = w->data,
-                                                                     .x = x,
-                                                                     .x_stride = x_stride,
-                                                                     .out_stride = p->out_stride,
-                                                                     .norm = norm,
-                                                                     .bias = w->bias,
-                                                                     .n = w->n,
-                                                                     .k = w->k,
-                                                                     .kind = p->kind,
-                                                                     .out = p->out};
-    if (p->heads) {
-        d->step.heads = *p->heads;
-    }
+    d->step.phases[d->step.n_phases++] = *p;
+}
+
+/* Room for what a phase leaves: [rows, width]. */
+static void *step_room(struct kn_device *d, int width)
+{
+    void *p = (char *)d->step.flow + d->flow_used;
+
+    d->flow_used += (size_t)d->view->rows * (size_t)width * 2;
+    return p;
+}
+
+/* The product of w with x [rows, K], normed first if `norm`. */
+static struct kn_cuda_step_phase step_product(const struct kn_weight *weight,
+                                              const void *x,
+                                              const float *norm,
+                                              enum kn_cuda_stream_out kind)
+{
+    const struct kn_cuda_weight *w = weight->handle;
+
+    return (struct kn_cuda_step_phase){.w = w->data,
+                                       .x = x,
+                                       .x_stride = w->k,
+                                       .norm = norm,
+                                       .bias = w->bias,
+                                       .n = w->n,
+                                       .k = w->k,
+                                       .kind = kind};
+}
+
+/* Adds a product with w to the residual stream. */
+static void step_residual(struct kn_device *d, const struct kn_weight *w, const void *x)
+{
+    struct kn_cuda_step_phase p = step_product(w, x, NULL, KN_STREAM_ADD);
+
+    p.old = d->cur_x;
+    p.out = d->cur_x = step_room(d, d->c->d_model);
+    p.out_stride = d->c->d_model;
+    step_add(d, &p);
+}
+
+static void step_ffn(struct kn_device *d, const struct kn_device_ffn *a)
+{
+    struct kn_cuda_step_phase p = step_product(a->gu, d->cur_x, a->norm, KN_STREAM_SWIGLU);
+
+    p.out = step_room(d, d->c->d_ff);
+    p.out_stride = d->c->d_ff;
+    step_add(d, &p);
+    step_residual(d, a->down, p.out);
+}
+
+static void step_qkv(struct kn_device *d, const struct kn_device_qkv *a)
+{
+    struct kn_cuda_step_phase p = step_product(a->w, d->cur_x, a->norm, KN_STREAM_QKV);
+
+    p.kv = d->kv + (size_t)a->layer * d->layer_stride;
+    p.out = d->cur_qkv = step_room(d, a->w->n);
+    p.out_stride = a->w->n;
+    step_add(d, &p);
+}
+
+static void step_attention(struct kn_device *d, int layer)
+{
+    int width = d->c->n_heads * d->c->head_dim;
+    struct kn_cuda_step_phase p = {.x = d->cur_qkv,
+                                   .x_stride = width + 2 * d->c->n_kv_heads * d->c->head_dim,
+                                   .kv = d->kv + (size_t)layer * d->layer_stride,
+                                   .out = step_room(d, width),
+                                   .out_stride = width};
+
+    d->step_att = p.out;
+    step_add(d, &p);
+}
+
+static void step_logits(struct kn_device *d, const float *norm, const struct kn_weight *output)
+{
+    struct kn_cuda_step_phase p = step_product(output, d->cur_x, norm, KN_STREAM_F32);
+
+    p.out = d->logits;
+    p.out_stride = d->c->n_vocab;
+    step_add(d, &p);
+    d->step.last = true;
+    step_launch(d);
 }
 
 void kn_cuda_v_embed(struct kn_device *d, const void *table)
@@ -180,7 +267,7 @@ void kn_cuda_v_qkv(struct kn_device *d, const struct kn_device_qkv *a)
                         .heads = &heads};
 
     if (d->stepping) {
-        step_phase(d, &p, d->cur_x, (size_t)d->c->d_model, a->norm);
+        step_qkv(d, a);
         return;
     }
     norm(d, a->norm);
@@ -239,7 +326,8 @@ void kn_cuda_v_attention(struct kn_device *d, int layer)
     };
 
     if (d->stepping) {
-        step_launch(d);
+        step_attention(d, layer);
+        return;
     }
     if (v->n_decode > 0) {
         did(d, "attention", kn_cuda_attn_decode(&d->attn, &a, d->stream));
@@ -264,7 +352,7 @@ void kn_cuda_v_attn_out(struct kn_device *d, const struct kn_weight *o)
                         .out_stride = (size_t)d->c->d_model};
 
     if (d->stepping) {
-        step_phase(d, &p, d->att.p, (size_t)d->att.width, NULL);
+        step_residual(d, o, d->step_att);
     } else if (d->view->rows > 0) {
         multiply(d, &p);
     }
@@ -284,8 +372,7 @@ void kn_cuda_v_ffn(struct kn_device *d, const struct kn_device_ffn *a)
                            .out_stride = (size_t)d->c->d_model};
 
     if (d->stepping) {
-        step_phase(d, &gu, d->cur_x, (size_t)d->c->d_model, a->norm);
-        step_phase(d, &down, d->act.p, (size_t)d->c->d_ff, NULL);
+        step_ffn(d, a);
     } else if (d->view->rows > 0) {
         norm(d, a->norm);
         multiply(d, &gu);
@@ -302,8 +389,7 @@ void kn_cuda_v_logits(struct kn_device *d, const float *weight, const struct kn_
                         .out_stride = (size_t)d->c->n_vocab};
 
     if (d->stepping) {
-        step_phase(d, &p, d->cur_x, (size_t)d->c->d_model, weight);
-        step_launch(d);
+        step_logits(d, weight, output);
     } else if (d->view->rows > 0) {
         norm(d, weight);
         multiply(d, &p);

@@ -112,8 +112,18 @@ double eps_of(enum kn_cuda_dtype t)
 
 int main(int argc, char **argv)
 {
-    bool plain = argc > 1 && strcmp(argv[1], "--plain") == 0; /* kernels of plain CUDA alone */
+    static const struct {
+        const char *name;
+        void (*run)(bool quick);
+        bool plain; /* kernels of plain CUDA alone */
+    } parts[] = {{"rows", check_rows, true},
+                 {"products", check_products, false},
+                 {"steps", check_steps, false},
+                 {"sampling", check_sampling, true},
+                 {"models", check_models, false}};
+    bool plain = argc > 1 && strcmp(argv[1], "--plain") == 0;
     bool quick = plain || (argc > 1 && strcmp(argv[1], "--quick") == 0);
+    const char *only = argc > 2 && strcmp(argv[1], "--only") == 0 ? argv[2] : NULL;
     struct bt_err err = {0};
     const struct kn_cuda_driver *driver;
 
@@ -123,16 +133,12 @@ int main(int argc, char **argv)
         return 1;
     }
     must(kn_cuda_stream_init(), "stream_init");
-    check_rows();
-    printf("rows: %d checks, %d bad\n", n_checks, n_bad);
-    if (!plain) {
-        check_products(quick);
-    }
-    printf("products: %d checks, %d bad\n", n_checks, n_bad);
-    check_sampling(quick);
-    printf("sampling: %d checks, %d bad\n", n_checks, n_bad);
-    if (!plain) {
-        check_models(quick);
+    for (size_t i = 0; i < BT_ARRAY_LEN(parts); i++) {
+        if ((plain && !parts[i].plain) || (only && strcmp(only, parts[i].name) != 0)) {
+            continue;
+        }
+        parts[i].run(quick);
+        printf("%s: %d checks, %d bad\n", parts[i].name, n_checks, n_bad);
     }
     printf("ops_check: %d checks, %d bad\n", n_checks, n_bad);
     return n_bad ? 1 : 0;

@@ -31,8 +31,9 @@ void mat_fetch(struct mat *m);
 void mat_free(struct mat *m);
 void *to_device(const void *p, size_t bytes);
 
-void check_rows(void);
+void check_rows(bool quick);
 void check_products(bool quick);
+void check_steps(bool quick);
 void check_sampling(bool quick);
 void check_models(bool quick);
 
