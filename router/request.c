@@ -14,7 +14,8 @@
 
 #include <stdlib.h>
 
-#define MAX_EARLY 4096 /* tokens */
+#define MAX_EARLY  4096 /* tokens */
+#define FEW_TOKENS 4    /* of a message, without an allocation */
 
 void rt_request_set_state(struct rt_request *req, enum rt_request_state to)
 {
@@ -367,10 +368,33 @@ static void take_cached(struct rt_request *req, const Baton__V1__StreamOutput *m
     req->cached_tier_tokens[0] = left;
 }
 
+static void fetch(const void *p, size_t n)
+{
+    for (size_t at = 0; at < n; at += 64) {
+        __builtin_prefetch((const char *)p + at, 1);
+    }
+}
+
+void rt_request_fetch(const struct rt_request *req, enum rt_fetch what)
+{
+    if (what == RT_FETCH_SELF) {
+        fetch(req, offsetof(struct rt_request, prompt));
+        fetch(&req->answer, sizeof(req->answer));
+        fetch(&req->finish, 64);
+        fetch(&req->trace, 1);
+        return;
+    }
+    fetch(req->client, sizeof(*req->client));
+    fetch(req->answer.ids.p ? req->answer.ids.p + req->answer.ids.n : NULL, 1);
+    if (req->trace) {
+        fetch(&req->trace->t, sizeof(req->trace->t));
+    }
+}
+
 void rt_request_output(struct rt_leg *leg, const Baton__V1__StreamOutput *m, bool last)
 {
     struct rt_request *req = leg->req;
-    struct rt_token *tokens;
+    struct rt_token few[FEW_TOKENS], *tokens;
     struct bt_err err = {0};
     int rc;
 
@@ -388,7 +412,7 @@ void rt_request_output(struct rt_leg *leg, const Baton__V1__StreamOutput *m, boo
         return;
     }
     if (m->n_tokens > 0 || m->finish != BATON__V1__FINISH_REASON__FINISH_NONE) {
-        tokens = bt_calloc(m->n_tokens + 1, sizeof(*tokens));
+        tokens = m->n_tokens <= FEW_TOKENS ? few : bt_calloc(m->n_tokens, sizeof(*tokens));
         if (!tokens) {
             rt_request_fail(req, BT_E_NOMEM, "no memory for tokens");
             return;
@@ -399,7 +423,9 @@ void rt_request_output(struct rt_leg *leg, const Baton__V1__StreamOutput *m, boo
         } else {
             on_tokens(req, leg, m, tokens);
         }
-        free(tokens);
+        if (tokens != few) {
+            free(tokens);
+        }
     }
     if (m->handed_over &&
         (req->state == RT_REQUEST_PREFILL || (req->state == RT_REQUEST_HANDOFF && !req->decode))) {

@@ -420,6 +420,9 @@ int rt_request_begin(struct rt_router *r,
                      struct bt_err *err) BT_MUST_USE;
 /* The client is gone or has its last word: whatever still runs is cancelled, the request freed. */
 void rt_request_closed(struct rt_request *req);
+/* A hint: the request's next token is near. REST: what it points to, some time after SELF. */
+enum rt_fetch { RT_FETCH_SELF, RT_FETCH_REST };
+void rt_request_fetch(const struct rt_request *req, enum rt_fetch what);
 /* An output for a leg that has a request. If `last`, the leg is out of its node's map and is freed
  * by the caller afterwards. */
 void rt_request_output(struct rt_leg *leg, const Baton__V1__StreamOutput *m, bool last);

@@ -388,7 +388,7 @@ static void pump_send(struct bt_rpc_client_call *call)
 {
     grpc_byte_buffer *head = bt_rpc_sendq_head(&call->sendq);
     bool last = call->state == CLIENT_HALF_CLOSED && !call->close_sent &&
-                (!head || call->sendq.items.next->next == &call->sendq.items);
+                !bt_rpc_sendq_has_more(&call->sendq);
     grpc_op ops[3] = {0};
     size_t n = 0;
 
@@ -407,6 +407,8 @@ static void pump_send(struct bt_rpc_client_call *call)
     }
     if (head) {
         ops[n].op = GRPC_OP_SEND_MESSAGE;
+        /* What follows at once takes it along: one write, one wake-up of the peer. */
+        ops[n].flags = bt_rpc_sendq_has_more(&call->sendq) ? GRPC_WRITE_BUFFER_HINT : 0;
         ops[n++].data.send_message.send_message = head;
     }
     if (last) {

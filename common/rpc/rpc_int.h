@@ -95,6 +95,11 @@ void bt_rpc_sendq_init(struct bt_rpc_sendq *q, size_t max_bytes);
 /* Serialises now. BT_E_EXHAUSTED (limit passed), BT_E_NOMEM. An empty queue takes any message up to
  * the limit. */
 int bt_rpc_sendq_push(struct bt_rpc_sendq *q, const ProtobufCMessage *msg) BT_MUST_USE;
+/* More than the first. */
+static inline bool bt_rpc_sendq_has_more(const struct bt_rpc_sendq *q)
+{
+    return q->items.next->next != &q->items && q->items.next != &q->items;
+}
 grpc_byte_buffer *bt_rpc_sendq_head(const struct bt_rpc_sendq *q);
 void bt_rpc_sendq_pop(struct bt_rpc_sendq *q);
 /* Drops everything but the first item when `keep_head` (it is in flight). */

@@ -33,6 +33,7 @@ from wire import BUILD  # noqa: E402
 
 CASES = ("http", "grpc", "first-http", "first-grpc", "fresh", "long")
 PROMPT = 4000  # ids: no text, so nothing is tokenized
+BLOCK_TOKENS = 64  # of a node that has a prefix cache: then prompts are hashed
 EXTRA = ("router", "soak-http", "soak-grpc", "peers")
 SOAK_STEP_US = 200000
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -78,7 +79,7 @@ class Bench:
         cores = sorted(os.sched_getaffinity(0))
         self.own, self.others = {cores[0]}, set(cores[1:]) or {cores[0]}
 
-    def start(self, step_us, burst=1):
+    def start(self, step_us, burst=1, block_tokens=0):
         o = self.o
         args = ["--http.listen=127.0.0.1:0", *o.router]
         # The simulated node needs the digest that the router has: a router without nodes tells it.
@@ -86,7 +87,7 @@ class Bench:
         digest = first.client.model().digest
         first.kill_all()
         self.node = Helper(self.others, "front_node", f"--digest={digest}", f"--step-us={step_us}",
-                           f"--burst={burst}")
+                           f"--burst={burst}", f"--block-tokens={block_tokens}")
         self.address = self.node.address
         self.cluster = Cluster(o.model, prefill=0, decode=0, redis=False, seeds=[self.address], router_args=args)
         eventually(lambda: self.cluster.ready_nodes(), 15, "node ready")
@@ -174,19 +175,32 @@ class Bench:
             text += f"  (at most {target})"
         print(json.dumps(line) if self.o.json else text, flush=True)
 
-    def restart(self, step_us, burst):
+    def restart(self, step_us, burst, block_tokens=0):
         self.stop()
-        self.start(step_us, burst)
+        self.start(step_us, burst, block_tokens)
+
+    def request_cost(self):
+        r = self.load("grpc", streams=4, seconds=self.o.seconds / 2, tokens=1, prompt=PROMPT)
+        return 1e6 * r["router_cpu_s"] / r["requests"]
 
     def router(self):
-        """Processor time of a request of 4,000 ids, of a message to a client, of a token of a node: a
+        """Processor time of a request of 4,000 ids (to a node without a prefix cache; by turns to one that
+        has one, for which prompts are hashed and looked up), of a message to a client, of a token of a node: a
         stream's tokens come one and eight a step, so a token's cost is message + token, or message / 8 +
         token. Time of a request: by how much later its first token comes than from the node itself; of a
         token: from the node until the client has it, with 64 in each step's message."""
         o = self.o
         self.router_line("rss_mb", self.idle_mb, "MB", 60)
-        r = self.load("grpc", streams=4, seconds=o.seconds, tokens=1, prompt=PROMPT)
-        self.router_line("cpu_us_per_request", 1e6 * r["router_cpu_s"] / r["requests"], "us", 50)
+        plain, hashed = [], []
+        for _ in range(2):
+            plain.append(self.request_cost())
+            self.restart(o.step_us, 1, BLOCK_TOKENS)
+            hashed.append(self.request_cost())
+            self.restart(o.step_us, 1)
+        plain, hashed = map(statistics.mean, (plain, hashed))
+        self.router_line("cpu_us_per_request", plain, "us", 50)
+        self.router_line("cpu_us_per_request_hashed", hashed, "us")
+        self.router_line("cpu_us_of_hashing", hashed - plain, "us")
         first = {"grpc": [], "node": []}
         for _ in range(3):
             for k, list_ in first.items():

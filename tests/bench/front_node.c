@@ -3,10 +3,11 @@
  * was sent: 500 and the microseconds modulo 40,000 (front_load.c reads that). For the benchmarks of
  * what stands in front of nodes.
  *
- *   front_node --digest HEX [--step-us N] [--burst N]     burst: tokens of a stream in one step
+ *   front_node --digest HEX [--step-us N] [--burst N] [--block-tokens N]
  *
- * Prints "ready HOST:PORT". The model's digest is the router's, so the router is asked first. One
- * loop thread; a session's state lives from open to closed. */
+ * burst: tokens of a stream in one step. block-tokens: it has a prefix cache, which stays empty, so
+ * that the router hashes prompts. Prints "ready HOST:PORT". The model's digest is the router's, so
+ * the router is asked first. One loop thread; a session's state lives from open to closed. */
 #include "common/rpc/server.h"
 #include "proto/node.pb-c.h"
 
@@ -34,7 +35,7 @@ struct session {
 
 static uint8_t digest[32];
 static uint64_t step_ns = 10 * BT_NS_PER_MS;
-static uint32_t burst = 1;
+static uint32_t burst = 1, block_tokens;
 
 static void send_message(struct session *s, Baton__V1__NodeMessage *m)
 {
@@ -124,6 +125,7 @@ static void on_hello(struct session *s, const Baton__V1__RouterHello *hello)
     w.net_address = (char *)(uintptr_t) "127.0.0.1:9";
     w.context_tokens = 8192;
     w.page_tokens = 16;
+    w.block_tokens = block_tokens;
     w.pages_total = 1000000;
     w.heartbeat_ms = 100;
     m.kind_case = BATON__V1__NODE_MESSAGE__KIND_WELCOME;
@@ -231,6 +233,7 @@ int main(int argc, char **argv)
     static const struct option options[] = {{"digest", required_argument, NULL, 'd'},
                                             {"step-us", required_argument, NULL, 's'},
                                             {"burst", required_argument, NULL, 'b'},
+                                            {"block-tokens", required_argument, NULL, 'k'},
                                             {0}};
     struct bt_rpc_server_config config = {.max_queued_bytes = (size_t)64 << 20};
     struct bt_rpc_server *srv = NULL;
@@ -246,6 +249,8 @@ int main(int argc, char **argv)
             step_ns = strtoull(optarg, NULL, 10) * BT_NS_PER_US;
         } else if (opt == 'b') {
             burst = (uint32_t)strtoul(optarg, NULL, 10);
+        } else if (opt == 'k') {
+            block_tokens = (uint32_t)strtoul(optarg, NULL, 10);
         }
     }
     if (!known || burst < 1 || burst > MAX_BURST) {
