@@ -31,6 +31,14 @@ static const struct bt_conf_opt opts[] = {
                           "listen",
                           "127.0.0.1:50050",
                           "Address for clients (gRPC); port 0 picks a free one."),
+    BT_CONF_DURATION(struct rt_conf,
+                     grpc_ping_ns,
+                     "grpc.ping",
+                     "10s",
+                     100,
+                     3600000,
+                     "A gRPC client with open calls that is quiet for so long is pinged, and gone "
+                     "if it does not answer for as long again."),
     BT_CONF_STR(struct rt_conf,
                 model,
                 "model",
@@ -345,11 +353,15 @@ static void ask_stop(void *arg)
 /* service: three, of clients, of operators and of who only looks; they outlive the server. */
 static int open_server(struct rt_router *r, struct bt_rpc_service *service, struct bt_err *err)
 {
-    struct bt_rpc_server_config sc = {.sec = bt_node_sec(r->node),
-                                      .allow_insecure = r->conf->common.allow_insecure,
-                                      .max_message_bytes = r->conf->max_request_bytes,
-                                      .max_queued_bytes = r->conf->max_queued_bytes,
-                                      .max_calls = (int)r->conf->max_active + SPARE_CALLS};
+    struct bt_rpc_server_config sc = {
+        .sec = bt_node_sec(r->node),
+        .allow_insecure = r->conf->common.allow_insecure,
+        .max_message_bytes = r->conf->max_request_bytes,
+        .max_queued_bytes = r->conf->max_queued_bytes,
+        .max_calls = (int)r->conf->max_active + SPARE_CALLS,
+        .keepalive = {.time_ms = (int)(r->conf->grpc_ping_ns / BT_NS_PER_MS),
+                      .timeout_ms = (int)(r->conf->grpc_ping_ns / BT_NS_PER_MS),
+                      .calls_only = true}};
     struct bt_str set = wire_descriptor_set();
     int port, rc;
 

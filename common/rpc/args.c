@@ -42,7 +42,7 @@ args_common(struct bt_rpc_args *a, const struct bt_rpc_keepalive *ka, int max_me
     a->args.args = a->v;
     arg_int(a, GRPC_ARG_KEEPALIVE_TIME_MS, time_ms);
     arg_int(a, GRPC_ARG_KEEPALIVE_TIMEOUT_MS, timeout_ms);
-    arg_int(a, GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+    arg_int(a, GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, !ka->calls_only);
     arg_int(a, GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0); /* 0 = no limit on our own pings */
     arg_int(a, GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
             BT_MIN(BT_RPC_MIN_PING_MS, time_ms / 2));

@@ -47,6 +47,10 @@ struct bt_rpc_metadata {
 struct bt_rpc_keepalive {
     int time_ms; /* servers accept pings from time_ms / 2 on if that is less than the minimum */
     int timeout_ms;
+    /* Ping only while calls are open: for a server of clients whose core rests between calls and
+     * answers no ping then (Python). A host that is gone is noticed by TCP's own keep-alive, which
+     * the kernel answers: after 90 s. */
+    bool calls_only;
 };
 
 #define BT_RPC_MAX_MESSAGE_BYTES (16u << 20) /* default limit of one received message */

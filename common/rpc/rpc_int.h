@@ -128,6 +128,11 @@ void bt_rpc_conn_put(struct bt_rpc_conn *c);
 void bt_rpc_conn_wait(struct bt_rpc_conn *c);
 void bt_rpc_conn_delivered(struct bt_rpc_conn *c, size_t n_bytes);
 
+/* listener.c */
+/* Lets the kernel find out, by TCP keep-alive, that the host of a connection which this process
+ * accepts on `port` is gone: after 90 s of silence. Once the port is bound. */
+void bt_rpc_listener_keep_alive(int port);
+
 /* args.c */
 #define BT_RPC_MAX_ARGS 24
 struct bt_rpc_args {

@@ -720,6 +720,9 @@ int bt_rpc_server_listen(struct bt_rpc_server *srv,
         return BT_FAIL(err, BT_E_IO, "cannot listen on %.100s: %.*s", address,
                        (int)strcspn(why, "\""), why);
     }
+    if (srv->config.keepalive.calls_only) {
+        bt_rpc_listener_keep_alive(port);
+    }
     if (ret_port) {
         *ret_port = port;
     }
