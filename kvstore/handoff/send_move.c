@@ -4,7 +4,7 @@
  * the last, partly filled one with the prompt's last token. A piece is a run of pages that are
  * neighbours in the pool, so its bytes in one layer are contiguous.
  *   pull     ANNOUNCE tells where the pieces are and their checksums; what was summed is still in a
- *            cache when D reads it: so sums stay a few MB ahead of what D says it has reached
+ *            cache when D reads it: so sums stay 2 MiB ahead of what D says it has reached
  *   message  DATA carries one piece; bounded bytes in flight
  *   put      the piece is written into D's pages, and PLACED follows when it is visible there */
 #include "kvstore/handoff/handoff_int.h"

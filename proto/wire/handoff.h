@@ -64,7 +64,7 @@
 #define WIRE_HANDOFF_NO_METHOD   255
 #define WIRE_HANDOFF_AGAIN       1 /* flag: a piece that was asked for again */
 
-#define WIRE_HANDOFF_REACHED_BYTES (2u << 20)
+#define WIRE_HANDOFF_REACHED_BYTES (1u << 20)
 
 enum wire_handoff_type {
     WIRE_HANDOFF_HELLO = 1,

@@ -914,7 +914,7 @@ static void test_a_flow_is_called_back(void **state)
     assert_int_equal(n_dropped, 2);
     hear(&desk.s, WIRE_STORE_DATA, 2 * N_LAYERS - 1);
     assert_int_equal(desk.s.right, 2 * N_LAYERS);
-    assert_int_equal(desk.s.closed, 0);
+    assert_false(is_closed(&desk.s));
     desk_close();
 }
 
