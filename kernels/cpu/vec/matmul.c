@@ -298,10 +298,10 @@ void KN_V(matmul)(struct kn_stream *stream, const struct kn_matmul_args *a)
     prepare(stream, &j);
     j.per_item = BT_MAX(1, j.n_tiles / (kn_team_size(stream->team) * ITEMS_A_THREAD));
     if (j.wide.data && j.wide.tiles) { /* activations are read once for each panel */
-        int share = (int)BT_DIV_UP(j.n_tiles, kn_team_size(stream->team));
+        int size = kn_team_size(stream->team), rounds = j.n_tiles / (size * PANEL_TILES);
 
-        share = BT_MIN(PANEL_TILES, share);
-        j.per_item = BT_MAX(j.per_item, share);
+        rounds += j.n_tiles % (size * PANEL_TILES) != 0; /* in which all members have a panel */
+        j.per_item = (int)BT_DIV_UP(j.n_tiles, size * rounds);
     }
     if (j.split) { /* four tiles at once */
         j.per_item = (j.per_item + 3) / 4 * 4;
