@@ -19,7 +19,8 @@
 #define AHEAD        3
 #define LEAD         6    /* blocks spread before their product is started */
 #define PREFETCH     2560 /* bytes; the processor alone does not keep up with few rows */
-#define FEW_ROWS     4    /* rows that share unpacked weights */
+#define FEW_ROWS     8    /* rows that share unpacked weights */
+#define MINIMA_ROWS  4 /* of them, up to which sums of minima fit in registers beside the others */
 
 /* A panel of tiles in the scratch. Cells of weights (16 pairs of inputs by 16 outputs) and their
  * scales [16] lie piece by piece, tile by tile, block by block; by tile: cells of minima, sums of X
@@ -403,10 +404,8 @@ static void do_panel(struct panel *p)
 {
     if (p->j->n_rows > KN_WIDE_ROWS || p->j->dtype == BT_DTYPE_Q8_0) {
         all_groups(p);
-    } else if (p->j->n_rows > 8) {
-        one_group(p, KN_WIDE_ROWS);
     } else {
-        one_group(p, 8);
+        one_group(p, KN_WIDE_ROWS);
     }
     kn_tile_release();
 }
@@ -428,7 +427,7 @@ few_dots(enum bt_dtype t, const char *w, const char *x, size_t stride, int n, __
 {
     __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(-16), other[FEW_ROWS];
 
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < n; r++) {
         other[r] = _mm512_setzero_si512();
     }
@@ -437,7 +436,7 @@ few_dots(enum bt_dtype t, const char *w, const char *x, size_t stride, int n, __
         for (int i = 0; i < 8; i++) {
             __m512i v = _mm512_loadu_si512(w + 64 * i);
 
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int r = 0; r < n; r++) {
                 dot[r] = dot4(dot[r], v, x + (size_t)r * stride + 4 * i);
                 other[r] = dot4(other[r], v, x + (size_t)r * stride + 32 + 4 * i);
@@ -449,7 +448,7 @@ few_dots(enum bt_dtype t, const char *w, const char *x, size_t stride, int n, __
             __m512i v = _mm512_loadu_si512(w + 64 * i);
             __m512i lo = _mm512_and_si512(v, low), hi = _mm512_and_si512(v, high);
 
-#pragma GCC unroll 4
+#pragma GCC unroll 8
             for (int r = 0; r < n; r++) {
                 const char *q = x + (size_t)r * stride + 4 * i;
 
@@ -458,7 +457,7 @@ few_dots(enum bt_dtype t, const char *w, const char *x, size_t stride, int n, __
             }
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < n; r++) {
         other[r] = t == BT_DTYPE_Q8_0 ? other[r] : _mm512_srai_epi32(other[r], 4);
         dot[r] = _mm512_add_epi32(dot[r], other[r]);
@@ -477,7 +476,7 @@ KN_INLINE void add_few_minima(
     __m512 hi, lo;
 
     kn_wide_split(v16_load_f16((const uint16_t *)scales + KN_TILE), &hi, &lo);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < n; r++) {
         __m512 u = _mm512_set1_ps(x[(size_t)r * next]);
         __m512 v = _mm512_set1_ps(x[(size_t)r * next + pitch]);
@@ -490,10 +489,23 @@ KN_INLINE void add_few_minima(
 /* The end of eight blocks or of the last. */
 KN_INLINE void close_few_minima(struct few_minima *s, int n)
 {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < n; r++) {
         s->sum[r] = _mm512_add_ps(s->sum[r], _mm512_add_ps(s->a[r], s->b[r]));
         s->a[r] = s->b[r] = _mm512_setzero_ps();
+    }
+}
+
+/* The same for all blocks at once, into s->sum. */
+KN_INLINE void all_few_minima(
+    struct few_minima *s, const char *scales, size_t blocks, const float *x, size_t next, int n)
+{
+    for (size_t b = 0; b < blocks; b++) {
+        add_few_minima(s, scales + b * kn_tile_scale_bytes(BT_DTYPE_Q4_1), x + b,
+                       kn_wide_pitch(blocks), next, n);
+        if (b % 8 == 7 || b + 1 == blocks) {
+            close_few_minima(s, n);
+        }
     }
 }
 
@@ -511,7 +523,7 @@ KN_INLINE void few_rows(const struct kn_tile_job *j, enum bt_dtype t, int tile, 
     struct few_minima min;
     __m512 acc[FEW_ROWS];
 
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < n; r++) {
         acc[r] = min.a[r] = min.b[r] = min.sum[r] = _mm512_setzero_ps();
     }
@@ -519,7 +531,7 @@ KN_INLINE void few_rows(const struct kn_tile_job *j, enum bt_dtype t, int tile, 
         __m512 d = v16_load_f16((const uint16_t *)scales);
         __m512i dot[FEW_ROWS];
 
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < n; r++) { /* Q8_0 is stored with 128 more, Q4_0 with 8 */
             int less = -qsum[(size_t)r * next + b];
 
@@ -532,26 +544,26 @@ KN_INLINE void few_rows(const struct kn_tile_job *j, enum bt_dtype t, int tile, 
             _mm_prefetch(w + i + PREFETCH, _MM_HINT_T0);
         }
         few_dots(t, w, x + 64 * b, stride, n, dot);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
         for (int r = 0; r < n; r++) {
             __m512 s = _mm512_set1_ps(by[(size_t)r * next + b]);
 
             s = _mm512_mul_ps(_mm512_cvtepi32_ps(dot[r]), s); /* exact */
             acc[r] = _mm512_fmadd_ps(s, d, acc[r]);
         }
-        if (t == BT_DTYPE_Q4_1) {
+        if (t == BT_DTYPE_Q4_1 && n <= MINIMA_ROWS) {
             add_few_minima(&min, scales, hi + b, pitch, next, n);
-            if (b % 8 == 7) {
+            if (b % 8 == 7 || b + 1 == blocks) {
                 close_few_minima(&min, n);
             }
         }
         w += kn_tile_quant_bytes(t);
         scales += kn_tile_scale_bytes(t);
     }
-    if (t == BT_DTYPE_Q4_1 && blocks % 8) {
-        close_few_minima(&min, n);
+    if (t == BT_DTYPE_Q4_1 && n > MINIMA_ROWS) {
+        all_few_minima(&min, scales_of(j, tile), blocks, hi, next, n);
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < n; r++) {
         if (t == BT_DTYPE_Q4_1) {
             acc[r] = _mm512_add_ps(acc[r], min.sum[r]);
@@ -564,8 +576,12 @@ KN_INLINE void few_rows_by_tile(const struct kn_tile_job *j, enum bt_dtype t, in
 {
     int row = 0;
 
-    for (; row + 4 <= j->n_rows; row += 4) {
+    for (; row + 8 <= j->n_rows; row += 8) {
+        few_rows(j, t, tile, row, 8);
+    }
+    if (row + 4 <= j->n_rows) {
         few_rows(j, t, tile, row, 4);
+        row += 4;
     }
     if (row + 2 <= j->n_rows) {
         few_rows(j, t, tile, row, 2);
