@@ -1,6 +1,7 @@
 /* Drawing tokens from rows of logits: the definition of kernels/model/sampler.h, in parallel.
  *
- * One block a row. Logits become keys in the order of the floats; the best k and the best of mass p
+ * Vocabularies of up to 160k: sample_wide.cuh, in which most of what is here is used. Others, and
+ * rows that it cannot do: one block a row. Logits become keys in the order of the floats; the best k and the best of mass p
  * are found by counting keys in three rounds of 11, 11 and 10 bits. Masses are whole numbers
  * (weight times 2^46): sums are exact, so their order, and with it batch and timing, cannot matter;
  * they differ from the doubles of the plain C sampler by less than 1e-9 of the total. Exponentials
@@ -11,7 +12,7 @@
 
 namespace {
 
-constexpr int THREADS = 1024, WARPS = THREADS / 32, BUCKETS = 2048;
+constexpr int THREADS = 512, WARPS = THREADS / 32, BUCKETS = 2048;
 constexpr double ONE = 0x1p46;
 
 struct Cut { // what stays: greater keys, and equal ones of ids below `id`
@@ -32,7 +33,7 @@ struct Shared {
     unsigned long long mass[BUCKETS];
     unsigned long long warp_mass[WARPS];
     uint32_t warp_hits[WARPS];
-    float warp_max[WARPS];
+    float warp_max[WARPS], warp_min[WARPS];
     int warp_id[WARPS];
     // outcome of a round of narrowing
     uint32_t bucket;
@@ -421,7 +422,13 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(kn_cuda_sample_args a)
 
 } // namespace
 
+#include "kernels/cuda/sample_wide.cuh"
+
 int kn_cuda_sample(const struct kn_cuda_sample_args *a, kn_cuda_stream s)
 {
+    if (a->n_vocab <= CLUSTER * THREADS * 32)
+        return a->n <= 16 ? launch_wide<32, 1>(*a, s) : launch_wide<32, 2>(*a, s);
+    if (a->n_vocab <= CLUSTER * THREADS * 40)
+        return launch_wide<40, 1>(*a, s);
     return launch(sample_kernel, dim3(a->n), THREADS, 0, 1, s, *a);
 }
