@@ -29,6 +29,8 @@ struct bt_mem_ops {
      * NULL: memory of this kind stays with its process. */
     int (*import)(
         int fd, size_t bytes, const char *name, struct bt_mem_region *ret, struct bt_err *err);
+    /* From now on nobody in this process writes to it. NULL: that is not enforced. */
+    void (*protect)(struct bt_mem_region *r);
 };
 
 extern const struct bt_mem_ops bt_mem_host;

@@ -17,7 +17,7 @@
 #include "kernels/core/device_load.h"
 #include "kernels/core/ops.h"
 
-#define KN_DEVICE_ABI 2
+#define KN_DEVICE_ABI 3
 
 struct kn_device;
 
@@ -28,6 +28,10 @@ struct kn_device_cfg {
     int page_tokens;
     const float *freqs; /* [D/2] of the rotary embedding, borrowed for the call of open */
     bool invariant;     /* numerics=invariant */
+    /* Where the device keeps what it measured at start, for the next process on the same card:
+     * zeros when new, of the device's life. NULL = nowhere. */
+    void *notes;
+    size_t notes_bytes;
 };
 
 /* A sequence's share of a pass and, where it wants logits, how its token is drawn. */

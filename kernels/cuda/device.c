@@ -1,13 +1,14 @@
 /* The module: one device, one model. Everything that a pass needs is allocated in open; uploads go
- * through two pinned buffers. Thread: start-up and the engine's. */
+ * through upload.c. Thread: start-up and the engine's. */
 #include "kernels/cuda/module.h"
 
 #include "common/base/buf.h"
+#include "common/obs/log.h"
+#include "common/thr/time.h"
 
 #include <stdlib.h>
 
-#define PINNED_BYTES ((size_t)32 << 20)
-#define ALIGN        ((size_t)256)
+#define ALIGN ((size_t)256)
 
 /* Most rows for which our own products are used instead of cuBLASLt. One by one they are faster up
  * to 32 rows; a whole step of one row took 5.07 ms with them and 4.91 without (tests/bench/NOTES.md
@@ -34,12 +35,7 @@ static void close_device(struct kn_device *d)
             cudaEventDestroy(d->slots[i].done);
         }
     }
-    for (int i = 0; i < 2; i++) {
-        cudaFreeHost(d->pinned[i]);
-        if (d->pinned_free[i]) {
-            cudaEventDestroy(d->pinned_free[i]);
-        }
-    }
+    kn_cuda_upload_end(d->upload);
     while (d->weights) {
         struct kn_cuda_weight *w = d->weights;
 
@@ -158,10 +154,6 @@ static int alloc_all(struct kn_device *d)
     rc = rc ? rc : (int)cudaMemset(d->attn_work, 0, work);
     for (int i = 0; i < KN_CUDA_SLOTS && rc == 0; i++) {
         rc = alloc_slot(d, &d->slots[i]);
-    }
-    for (int i = 0; i < 2 && rc == 0; i++) {
-        rc = (int)cudaMallocHost(&d->pinned[i], PINNED_BYTES);
-        rc = rc ? rc : (int)cudaEventCreateWithFlags(&d->pinned_free[i], cudaEventDisableTiming);
     }
     rc = rc ? rc : make_maps(d, &d->h, c->d_model);
     rc = rc ? rc : make_maps(d, &d->att, c->n_heads * c->head_dim);
@@ -298,20 +290,16 @@ static const char *numerics(const struct kn_device *d)
 
 static int upload(struct kn_device *d, void *dst, const void *src, size_t bytes, struct bt_err *err)
 {
-    int e = 0;
+    int rc = d->upload ? BT_OK : kn_cuda_upload_begin(&d->upload, err), e;
 
-    for (size_t at = 0; at < bytes && e == 0; at += PINNED_BYTES) {
-        size_t n = BT_MIN(PINNED_BYTES, bytes - at);
-        int i = d->next_pinned;
-
-        e = (int)cudaEventSynchronize(d->pinned_free[i]);
-        memcpy(d->pinned[i], (const char *)src + at, n);
-        e = e ? e
-              : (int)cudaMemcpyAsync((char *)dst + at, d->pinned[i], n, cudaMemcpyHostToDevice,
-                                     d->stream);
-        e = e ? e : (int)cudaEventRecord(d->pinned_free[i], d->stream);
-        d->next_pinned ^= 1;
+    if (rc < 0) {
+        return rc;
     }
+    if (d->uploaded == 0) {
+        d->upload_ns = bt_now_ns();
+    }
+    d->uploaded += bytes;
+    e = kn_cuda_upload(d->upload, dst, src, bytes);
     return e ? kn_cuda_fail(err, "copying weights", e) : BT_OK;
 }
 
@@ -356,9 +344,27 @@ static int weight(struct kn_device *d, struct kn_weight *w, struct bt_err *err)
 
 static int finish(struct kn_device *d, struct bt_err *err)
 {
-    int e = (int)cudaStreamSynchronize(d->stream);
+    int e = kn_cuda_upload_end(d->upload), rc, known;
+    uint64_t from = bt_now_ns();
 
-    return e ? kn_cuda_fail(err, "loading weights", e) : kn_cuda_tune(d, err);
+    d->upload = NULL;
+    e = e ? e : (int)cudaStreamSynchronize(d->stream);
+    if (e != 0) {
+        return kn_cuda_fail(err, "loading weights", e);
+    }
+    if (d->uploaded > 0) {
+        BT_INFO("weights_copied", "mb=%zu ms=%llu", d->uploaded >> 20,
+                (unsigned long long)((from - d->upload_ns) / BT_NS_PER_MS));
+    }
+    from = bt_now_ns();
+    known = d->cfg.notes ? kn_gemm_restore(d->gemm, d->cfg.notes, d->cfg.notes_bytes) : 0;
+    rc = kn_cuda_tune(d, err);
+    if (rc == BT_OK && d->cfg.notes) {
+        kn_gemm_save(d->gemm, d->cfg.notes, d->cfg.notes_bytes);
+    }
+    BT_INFO("products_tuned", "known=%d ms=%llu", known,
+            (unsigned long long)((bt_now_ns() - from) / BT_NS_PER_MS));
+    return rc;
 }
 
 static const struct kn_device_ops ops = {

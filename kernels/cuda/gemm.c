@@ -16,6 +16,8 @@ struct plan {
     int rows, n, k;
     bool add, f32;
     bool tuned;
+    bool restored; /* from notes: `tune` believes them */
+    float us;
     cublasLtMatmulDesc_t op;
     cublasLtMatrixLayout_t w, x, out;
     cublasLtMatmulAlgo_t algo;
@@ -33,7 +35,7 @@ struct kn_gemm {
     cudaDataType_t type;
     bool invariant;
     void *workspace;
-    int n_plans;
+    int n_plans, n_measured;
     struct plan plans[MAX_PLANS];
     int n_wanted;
     struct wanted wanted[MAX_WANTED];
@@ -297,6 +299,10 @@ int kn_gemm_tune(struct kn_gemm *g,
     if (!p) {
         return 1000 + CUBLAS_STATUS_NOT_SUPPORTED;
     }
+    if (p->restored) {
+        *ret_us = p->us;
+        return 0;
+    }
     n = BT_MIN(candidates(g, p, tries), t->most);
     for (int i = 0; i < n; i++) {
         float us;
@@ -311,6 +317,112 @@ int kn_gemm_tune(struct kn_gemm *g,
         }
     }
     p->tuned = best > 0;
-    *ret_us = BT_MAX(best, 0.0f);
+    *ret_us = p->us = BT_MAX(best, 0.0f);
+    g->n_measured++;
     return p->tuned || g->invariant ? 0 : 1000 + CUBLAS_STATUS_NOT_SUPPORTED;
+}
+
+/* ---- what was measured, for the next process ---- */
+
+#define NOTES_MAGIC 0x31534b4350544142u /* "BATPCKS1" */
+
+struct note {
+    int32_t rows, n, k;
+    uint8_t add, f32, tuned, unused;
+    float us;
+    cublasLtMatmulAlgo_t
+        algo; /* may be copied within one version of the library, says its manual */
+};
+struct notes {
+    uint64_t magic;
+    uint64_t of;  /* card, versions and settings that they were measured with */
+    uint64_t sum; /* of the notes */
+    uint32_t n, unused;
+    struct note note[];
+};
+
+/* FNV-1a (Fowler, Noll, Vo). */
+static uint64_t sum_of(const void *p, size_t n, uint64_t sum)
+{
+    for (size_t i = 0; i < n; i++) {
+        sum = (sum ^ ((const uint8_t *)p)[i]) * 1099511628211u;
+    }
+    return sum;
+}
+
+static uint64_t measured_with(const struct kn_gemm *g)
+{
+    struct cudaDeviceProp prop;
+    uint64_t sum = 14695981039346656037u;
+    size_t lt = cublasLtGetVersion();
+    int driver = 0;
+
+    if (cudaGetDeviceProperties(&prop, 0) != cudaSuccess) {
+        return 0;
+    }
+    cudaDriverGetVersion(&driver);
+    sum = sum_of(&lt, sizeof(lt), sum);
+    sum = sum_of(&driver, sizeof(driver), sum);
+    sum = sum_of(&prop.uuid, sizeof(prop.uuid), sum);
+    sum = sum_of(&g->type, sizeof(g->type), sum);
+    return sum_of(&g->invariant, sizeof(g->invariant), sum);
+}
+
+int kn_gemm_restore(struct kn_gemm *g, const void *from, size_t bytes)
+{
+    const struct notes *h = from;
+    size_t room = bytes < sizeof(*h) ? 0 : (bytes - sizeof(*h)) / sizeof(h->note[0]);
+
+    if (room == 0 || h->magic != NOTES_MAGIC || h->n > BT_MIN(room, (size_t)MAX_PLANS) ||
+        h->of != measured_with(g) || h->sum != sum_of(h->note, h->n * sizeof(h->note[0]), h->of)) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < h->n && g->n_plans < MAX_PLANS; i++) {
+        const struct note *from_note = &h->note[i];
+        struct plan p = {.rows = from_note->rows,
+                         .n = from_note->n,
+                         .k = from_note->k,
+                         .add = from_note->add,
+                         .f32 = from_note->f32,
+                         .tuned = from_note->tuned,
+                         .restored = true,
+                         .us = from_note->us,
+                         .algo = from_note->algo};
+        cublasLtMatmulHeuristicResult_t result;
+
+        if (!describe(g, &p) ||
+            cublasLtMatmulAlgoCheck(g->lt, p.op, p.w, p.x, p.out, p.out, &p.algo, &result) != 0) {
+            drop(&p);
+            continue;
+        }
+        g->plans[g->n_plans++] = p;
+    }
+    return g->n_plans;
+}
+
+void kn_gemm_save(const struct kn_gemm *g, void *to, size_t bytes)
+{
+    struct notes *h = to;
+    size_t room = bytes < sizeof(*h) ? 0 : (bytes - sizeof(*h)) / sizeof(h->note[0]);
+
+    if (g->n_measured == 0 || room == 0) {
+        return;
+    }
+    h->magic = 0;
+    h->n = 0;
+    for (int i = 0; i < g->n_plans && h->n < room; i++) {
+        const struct plan *p = &g->plans[i];
+
+        h->note[h->n++] = (struct note){.rows = p->rows,
+                                        .n = p->n,
+                                        .k = p->k,
+                                        .add = p->add,
+                                        .f32 = p->f32,
+                                        .tuned = p->tuned,
+                                        .us = p->us,
+                                        .algo = p->algo};
+    }
+    h->of = measured_with(g);
+    h->sum = sum_of(h->note, h->n * sizeof(h->note[0]), h->of);
+    h->magic = NOTES_MAGIC;
 }

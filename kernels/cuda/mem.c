@@ -32,6 +32,7 @@ static bool find_driver(void)
         {"cuMemUnmap", offsetof(struct kn_cuda_driver, mem_unmap)},
         {"cuMemSetAccess", offsetof(struct kn_cuda_driver, mem_set_access)},
         {"cuMemExportToShareableHandle", offsetof(struct kn_cuda_driver, mem_export)},
+        {"cuMemImportFromShareableHandle", offsetof(struct kn_cuda_driver, mem_import)},
         {"cuMemGetAllocationGranularity", offsetof(struct kn_cuda_driver, mem_granularity)},
     };
 
@@ -192,10 +193,55 @@ static void cuda_copy(void *dst, const void *src, size_t bytes)
     cudaMemcpy(dst, src, bytes, cudaMemcpyDefault); /* a fault shows at the next pass */
 }
 
+/* The size is rounded up as alloc rounds it; what holds less cannot be mapped. */
+static int
+cuda_import(int fd, size_t bytes, const char *name, struct bt_mem_region *ret, struct bt_err *err)
+{
+    const struct kn_cuda_driver *d;
+    CUmemAllocationProp p = prop();
+    CUmemGenericAllocationHandle h;
+    CUdeviceptr at = 0;
+    size_t step, size;
+    int rc = kn_cuda_start(&d, err);
+    CUresult r;
+
+    if (rc < 0) {
+        return rc;
+    }
+    r = d->mem_granularity(&step, &p, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
+    if (r != CUDA_SUCCESS || bytes == 0 || !bt_add_size(bytes, step - 1, &size)) {
+        return BT_FAIL(err, BT_E_INVALID, "device memory %s: cannot import %zu bytes", name, bytes);
+    }
+    size -= size % step;
+    r = d->mem_import(&h, (void *)(uintptr_t)fd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    if (r != CUDA_SUCCESS) {
+        return BT_FAIL(err, BT_E_INVALID, "device memory %s: the descriptor is none: error %d",
+                       name, (int)r);
+    }
+    r = map(h, size, &at);
+    d->mem_release(h);
+    if (r != CUDA_SUCCESS) {
+        return BT_FAIL(err, BT_E_INVALID, "device memory %s: cannot map %zu bytes: error %d", name,
+                       size, (int)r);
+    }
+    *ret = (struct bt_mem_region){&kn_cuda_mem, (void *)(uintptr_t)at, size, fd};
+    return BT_OK;
+}
+
+static void cuda_protect(struct bt_mem_region *r)
+{
+    CUmemAccessDesc access = {.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = 0},
+                              .flags = CU_MEM_ACCESS_FLAGS_PROT_READ};
+
+    driver.mem_set_access((CUdeviceptr)(uintptr_t)r->base, r->bytes, &access, 1); /* a wish */
+}
+
 const struct bt_mem_ops kn_cuda_mem = {
     .kind = BT_MEM_CUDA,
     .name = "cuda",
     .alloc = cuda_alloc,
     .free = cuda_free,
     .copy = cuda_copy,
+    .import = cuda_import,
+    .protect = cuda_protect,
 };

@@ -30,6 +30,7 @@ struct kn_cuda_driver {
                            CUmemGenericAllocationHandle,
                            CUmemAllocationHandleType,
                            unsigned long long);
+    CUresult (*mem_import)(CUmemGenericAllocationHandle *, void *, CUmemAllocationHandleType);
     CUresult (*mem_granularity)(size_t *,
                                 const CUmemAllocationProp *,
                                 CUmemAllocationGranularity_flags);
@@ -76,6 +77,12 @@ int kn_gemm_tune(struct kn_gemm *g,
                  const struct kn_gemm_tune_args *a,
                  kn_cuda_stream s,
                  float *ret_us);
+
+/* What `tune` found, into and out of memory that the next process on this card sees. restore before
+ * the first product; returns how many shapes it knows then, none if they were measured with another
+ * card, library, driver or kind of numerics, or are damaged. */
+int kn_gemm_restore(struct kn_gemm *g, const void *from, size_t bytes);
+void kn_gemm_save(const struct kn_gemm *g, void *to, size_t bytes);
 
 /* Activations that a product reads: one map for each number of rows a block may take. */
 struct kn_cuda_act {
@@ -172,9 +179,9 @@ struct kn_device {
         int rows; /* of the pass being recorded whose layers are copied as they come, 0 = none */
     } mirror;
 
-    void *pinned[2]; /* for uploads */
-    cudaEvent_t pinned_free[2];
-    int next_pinned;
+    struct kn_cuda_upload *upload; /* while weights are loaded */
+    size_t uploaded;               /* bytes */
+    uint64_t upload_ns;            /* when it began */
 };
 
 /* The module's entry. */
@@ -196,6 +203,13 @@ size_t kn_cuda_v_flow_bytes(const struct kn_device *d, int rows);
 void kn_cuda_v_step_begin(struct kn_device *d);
 /* Draws the tokens of the pass on the device. */
 void kn_cuda_v_sample(struct kn_device *d);
+
+/* upload.c: bytes to the device by several threads. end waits for all and frees it (NULL is fine).
+ * 0 or a cudaError_t. */
+struct kn_cuda_upload;
+int kn_cuda_upload_begin(struct kn_cuda_upload **ret, struct bt_err *err) BT_MUST_USE;
+int kn_cuda_upload(struct kn_cuda_upload *u, void *dst, const void *src, size_t bytes);
+int kn_cuda_upload_end(struct kn_cuda_upload *u);
 
 /* mirror.c */
 int kn_cuda_mirror(

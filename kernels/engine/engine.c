@@ -474,6 +474,7 @@ static int create_exec(struct kn_engine *e, struct bt_err *err)
                   .max_ctx = e->max_ctx,
                   .device = e->cfg.device,
                   .invariant = e->cfg.invariant,
+                  .home = kn_keep_home(e),
                   .page_tokens = e->cfg.page_tokens},
         .pool = e->pool,
     };

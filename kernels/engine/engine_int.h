@@ -46,6 +46,8 @@ struct kn_engine {
         struct kv_ledger *ledger; /* NULL = none */
         struct bt_mem_region ledger_mem;
         uint64_t pool_id;
+        struct bt_mem_region notes_mem; /* device: what it measured */
+        struct kn_model_home home;
     } keep;
     struct { /* written by the engine thread, read by any; relaxed: each by itself */
         atomic_uint waiting, running, holding;
@@ -68,6 +70,8 @@ void kn_note_flush(struct kn_engine *e);
 int kn_keep_pool(struct kn_engine *e,
                  const struct kv_layout *layout,
                  struct bt_err *err) BT_MUST_USE;
+/* Device: a home for the model's weights and notes; NULL without a keeper. */
+const struct kn_model_home *kn_keep_home(struct kn_engine *e);
 /* The ledger, and what a predecessor sealed in it; index and root are there. */
 int kn_keep_adopt(struct kn_engine *e, struct bt_err *err) BT_MUST_USE;
 /* From now on the memory stays as it is. Safe to repeat. */

@@ -149,9 +149,13 @@ static int create_on_device(struct kn_model *m, struct bt_err *err)
         .page_tokens = m->cfg.page_tokens,
         .freqs = freqs,
         .invariant = m->cfg.invariant,
+        .notes = m->cfg.home ? m->cfg.home->notes : NULL,
+        .notes_bytes = m->cfg.home ? m->cfg.home->notes_bytes : 0,
     };
-    struct kn_weights_to to = {
-        .device_ops = ops, .dtype = cfg.dtype, .random_seed = m->cfg.random_seed};
+    struct kn_weights_to to = {.device_ops = ops,
+                               .dtype = cfg.dtype,
+                               .random_seed = m->cfg.random_seed,
+                               .home = m->cfg.home};
     int rc;
 
     m->device_seqs = bt_calloc((size_t)m->cfg.max_batch_seqs, sizeof(*m->device_seqs));
@@ -233,6 +237,7 @@ int kn_model_create(const struct kn_model_cfg *cfg, struct kn_model **ret_model,
         kn_model_destroy(m);
         return rc;
     }
+    m->cfg.home = NULL; /* was borrowed */
     *ret_model = m;
     return BT_OK;
 }

@@ -10,11 +10,27 @@
 #define KN_MODEL_MODEL_H
 
 #include "common/file/model.h"
+#include "common/mem/mem.h"
 #include "kvstore/block/layout.h"
 
 struct kn_model;
 struct kn_device_ops;
 struct kn_device_draw;
+
+/* Memory that outlives the process, for a model on a device. */
+struct kn_model_home {
+    /* Memory of the device's kind for all weights; *ret_whole: a process before this one has filled
+     * it with these weights. The region becomes the model's. */
+    int (*weights)(void *arg,
+                   const struct bt_mem_ops *ops,
+                   size_t bytes,
+                   struct bt_mem_region *ret,
+                   bool *ret_whole,
+                   struct bt_err *err);
+    void *arg;
+    void *notes; /* see struct kn_device_cfg; NULL = none; of the model's life */
+    size_t notes_bytes;
+};
 
 struct kn_model_cfg {
     const struct bt_model_file *file; /* borrowed, must outlive the model */
@@ -26,7 +42,8 @@ struct kn_model_cfg {
     int max_ctx;     /* longest sequence in tokens */
     /* A device back end (kernels/core/device.h), or NULL: the CPU, and the rest is not used. */
     const struct kn_device_ops *device;
-    int page_tokens;      /* of the pool that passes will use */
+    int page_tokens;                  /* of the pool that passes will use */
+    const struct kn_model_home *home; /* borrowed for the call of create; NULL = none */
     bool invariant;       /* bits do not depend on batch and chunks; always so on the CPU */
     uint64_t random_seed; /* not 0: random weights are made on the device (benchmarks) */
 };

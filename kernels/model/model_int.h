@@ -80,7 +80,8 @@ struct kn_weights_to {
     struct kn_team *team;
     const struct kn_device_ops *device_ops;
     struct kn_device *device;
-    enum bt_dtype dtype;  /* on the device */
+    enum bt_dtype dtype;              /* on the device */
+    const struct kn_model_home *home; /* NULL = none */
     uint64_t random_seed; /* not 0: matrices are made up on the device, norms are 1 (benchmarks) */
 };
 int kn_weights_load(const struct bt_model_file *file,

@@ -26,6 +26,7 @@ struct loader {
     void *half;  /* device: pieces of a matrix in its dtype */
     char *base;  /* NULL in the first walk */
     size_t used; /* bytes */
+    bool whole;  /* device: the region holds these weights already */
     struct bt_err *err;
 };
 
@@ -96,6 +97,9 @@ static int load_vector(struct loader *ld, const struct bt_tensor *t, const float
     if (!p) {
         return BT_OK;
     }
+    if (ld->whole) {
+        return BT_OK;
+    }
     if (!ld->to->device) {
         kn_row_to_f32(t->dtype, t->data, n, p);
         return BT_OK;
@@ -163,7 +167,7 @@ static int device_matrix(struct loader *ld, const struct bt_tensor *t, const voi
         return BT_FAIL(ld->err, BT_E_UNSUPPORTED, "tensor %.*s: %s weights are not supported on %s",
                        (int)t->name.n, t->name.p, bt_dtype_name(t->dtype), ops->name);
     }
-    if (!dst) {
+    if (!dst || ld->whole) {
         return BT_OK;
     }
     if (ld->to->random_seed) { /* keeps the size of activations about what it was */
@@ -313,20 +317,26 @@ static int alloc_buffers(struct loader *ld)
 static int load_all(struct loader *ld, const struct kn_arch *arch, struct kn_weights *w)
 {
     const struct bt_mem_ops *mem = ld->to->device ? ld->to->device_ops->mem : &bt_mem_private;
+    const struct kn_model_home *home = ld->to->device ? ld->to->home : NULL;
     int rc = walk(ld, arch, w);
 
     if (rc == BT_OK && ld->to->device) {
         rc = alloc_buffers(ld);
     }
     if (rc == BT_OK) {
-        rc = mem->alloc(ld->used, "baton-weights", &w->region, ld->err);
+        rc = home ? home->weights(home->arg, mem, ld->used, &w->region, &ld->whole, ld->err)
+                  : mem->alloc(ld->used, "baton-weights", &w->region, ld->err);
     }
     if (rc < 0) {
         return rc;
     }
     ld->base = w->region.base;
     rc = walk(ld, arch, w);
-    return rc == BT_OK && ld->to->device ? introduce(ld, w) : rc;
+    rc = rc == BT_OK && ld->to->device ? introduce(ld, w) : rc;
+    if (rc == BT_OK && mem->protect) {
+        mem->protect(&w->region);
+    }
+    return rc;
 }
 
 int kn_weights_load(const struct bt_model_file *file,

@@ -217,7 +217,12 @@ int kv_keeper_get(struct kv_keeper *k,
         return rc;
     }
     rc = ask(k, w, &it->request, &got, &why);
-    if (rc < 0) {
+    if (rc == BT_E_UNSUPPORTED && w->ops->kind != BT_MEM_HOST) {
+        rc = make_own(w, &got, err); /* as agreed: the keeper gets it when it is filled */
+        if (rc < 0) {
+            return rc;
+        }
+    } else if (rc < 0) {
         BT_WARN("keeper", "region=%s rc=%s msg=\"memory of our own: %s\"", w->name, bt_rc_name(rc),
                 bt_log_quotable(bt_err_msg(&why, rc), text, sizeof(text)));
         k->last_rc = rc;

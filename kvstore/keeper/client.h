@@ -11,8 +11,9 @@
  * it to the keeper as soon as that is possible. The thread also notices the keeper's end and
  * registers everything with the next one, for ever, with growing pauses.
  *
- * Memory of other kinds (device memory that travels as a descriptor) goes the same way: `ops` of
- * the region imports what the keeper hands out.
+ * Memory of a device goes the same way, but the keeper makes none: `get` gives what a predecessor
+ * registered, or memory of one's own, which is registered from `start` on: its content is expected
+ * to be whole by then.
  *
  * Threads: open, get, start and close by one thread; between start and close the connection is the
  * thread "keeper"'s. */

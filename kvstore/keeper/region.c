@@ -50,11 +50,17 @@ void kv_region_set_owner(struct kv_region *r, struct kv_owner *owner)
     r->incarnation = owner->incarnation;
 }
 
+/* Against the limit: memory of a device is not the host's. */
+static uint64_t host_bytes(const struct kv_region *r)
+{
+    return r->kind == BT_MEM_HOST ? r->bytes : 0;
+}
+
 void kv_region_drop(struct kv_keeperd *k, struct kv_region *r)
 {
     bt_list_remove(&r->link);
     k->n_regions--;
-    k->bytes -= r->bytes;
+    k->bytes -= host_bytes(r);
     close(r->fd);
     kv_owner_put(k, r->owner);
     free(r);
@@ -153,12 +159,17 @@ static int make_memory(const struct kv_keeperd *k, struct kv_region *r, struct b
     return rc;
 }
 
-/* Memory of another process: a memory file of the size that it says. */
+/* Memory of another process: a memory file of the size that it says. Device memory's descriptor
+ * says nothing; whoever imports it finds out. */
 static int
 check_memory(int fd, const struct kv_keeper_request *q, uint64_t *ret, struct bt_err *err)
 {
     struct stat st;
 
+    if (q->kind == BT_MEM_CUDA) {
+        *ret = q->bytes;
+        return BT_OK;
+    }
     if (fcntl(fd, F_GET_SEALS) < 0 || fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
         return BT_FAIL(err, BT_E_INVALID, "region %s: the descriptor is no memory", q->region);
     }
@@ -215,7 +226,7 @@ static int make_room(struct kv_keeperd *k, uint64_t bytes, struct bt_err *err)
 
 static int check_kind(const struct kv_keeper_request *q, struct bt_err *err)
 {
-    if (q->kind != BT_MEM_HOST || q->device != 0) {
+    if (q->kind > BT_MEM_CUDA || q->device != 0) {
         return BT_FAIL(err, BT_E_UNSUPPORTED, "region %s: memory of kind %u, device %u", q->region,
                        q->kind, q->device);
     }
@@ -246,7 +257,7 @@ static void add_region(struct kv_keeperd *k, struct kv_region *r)
 {
     bt_list_push_back(&k->regions, &r->link);
     k->n_regions++;
-    k->bytes += r->bytes;
+    k->bytes += host_bytes(r);
 }
 
 int kv_region_make(struct kv_keeperd *k,
@@ -263,6 +274,12 @@ int kv_region_make(struct kv_keeperd *k,
     }
     if (old) {
         kv_region_drop(k, old);
+    }
+    if (q->kind != BT_MEM_HOST) {
+        return BT_FAIL(err, BT_E_UNSUPPORTED,
+                       "region %s: there is none, and memory of a device is "
+                       "made by its process",
+                       q->region);
     }
     rc = make_room(k, q->bytes, err);
     if (rc < 0) {
@@ -303,7 +320,7 @@ int kv_region_take(struct kv_keeperd *k,
     if (old) {
         kv_region_drop(k, old);
     }
-    rc = make_room(k, bytes, err);
+    rc = make_room(k, q->kind == BT_MEM_HOST ? bytes : 0, err);
     if (rc < 0) {
         return rc;
     }
@@ -311,7 +328,9 @@ int kv_region_take(struct kv_keeperd *k,
     if (!r) {
         return BT_FAIL(err, BT_E_NOMEM, "no memory");
     }
-    seal_size(fd);
+    if (q->kind == BT_MEM_HOST) {
+        seal_size(fd);
+    }
     r->bytes = bytes;
     r->id = q->id;
     r->fd = fd;

@@ -116,11 +116,10 @@ int main(int argc, char **argv)
         const char *name;
         void (*run)(bool quick);
         bool plain; /* kernels of plain CUDA alone */
-    } parts[] = {{"rows", check_rows, true},
-                 {"products", check_products, false},
-                 {"steps", check_steps, false},
-                 {"sampling", check_sampling, true},
-                 {"models", check_models, false}};
+        bool asked; /* only when it is asked for */
+    } parts[] = {{"rows", check_rows, true},      {"products", check_products, false},
+                 {"steps", check_steps, false},   {"sampling", check_sampling, true},
+                 {"models", check_models, false}, {"few", check_few_products, false, true}};
     bool plain = argc > 1 && strcmp(argv[1], "--plain") == 0;
     bool quick = plain || (argc > 1 && strcmp(argv[1], "--quick") == 0);
     const char *only = argc > 2 && strcmp(argv[1], "--only") == 0 ? argv[2] : NULL;
@@ -134,7 +133,8 @@ int main(int argc, char **argv)
     }
     must(kn_cuda_stream_init(), "stream_init");
     for (size_t i = 0; i < BT_ARRAY_LEN(parts); i++) {
-        if ((plain && !parts[i].plain) || (only && strcmp(only, parts[i].name) != 0)) {
+        if ((plain && !parts[i].plain) || (only && strcmp(only, parts[i].name) != 0) ||
+            (parts[i].asked && !only)) {
             continue;
         }
         parts[i].run(quick);

@@ -34,6 +34,8 @@ void *to_device(const void *p, size_t bytes);
 void check_rows(bool quick);
 void check_products(bool quick);
 void check_steps(bool quick);
+/* Our own products alone, a handful of launches: for tools that slow them down a thousand times. */
+void check_few_products(bool quick);
 void check_sampling(bool quick);
 void check_models(bool quick);
 

@@ -327,6 +327,22 @@ static void check_invariant(enum kn_cuda_dtype t, int n, int k, bool add, bool f
     free(got);
 }
 
+void check_few_products(bool quick)
+{
+    static const int rows[] = {1, 9, 100};
+
+    for (size_t r = 0; r < BT_ARRAY_LEN(rows); r++) {
+        struct problem p;
+
+        problem_init(&p, r % 2 ? KN_CUDA_F16 : KN_CUDA_BF16, 128, 192, rows[r]);
+        for (int kind = KN_STREAM_STORE; kind <= KN_STREAM_F32; kind++) {
+            check_kind(&p, (enum kn_cuda_stream_out)kind, quick ? 1 : 2, 3);
+        }
+        problem_free(&p);
+    }
+    check_heads(KN_CUDA_BF16, 128, 3, true, true, false);
+}
+
 void check_products(bool quick)
 {
     static const struct {

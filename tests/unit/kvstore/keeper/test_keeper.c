@@ -115,10 +115,12 @@ struct report {
     uint8_t first; /* byte that was there */
 };
 
+static const struct bt_mem_ops *node_ops = &bt_mem_host; /* of nodes to be started */
+
 static void be_node(uint64_t incarnation, uint8_t mark, int to)
 {
     struct kv_keeper_cfg cfg = {path, "n0", incarnation, 10 * BT_NS_PER_S};
-    struct kv_keeper_want want = {.name = "kv", .bytes = BYTES, .ops = &bt_mem_host};
+    struct kv_keeper_want want = {.name = "kv", .bytes = BYTES, .ops = node_ops};
     struct kv_keeper_got got;
     struct kv_keeper *k;
     struct report r;
@@ -781,6 +783,37 @@ static void test_keeper_comes_later(void **state)
     end(keeper);
 }
 
+/* Memory of a device: the keeper makes none, but holds what a process has made and filled. */
+static void test_device_memory(void **state)
+{
+    static struct bt_mem_ops device;
+    pid_t keeper = start_keeper(&usual);
+    struct node a, b;
+    struct kv_keeper_row row;
+    struct report r;
+    uint64_t id;
+
+    device = bt_mem_host;
+    device.kind = BT_MEM_CUDA;
+    node_ops = &device;
+    a = start_node(1, 0x55);
+    r = report_of(&a);
+    id = r.id;
+    assert_true(!r.from_keeper && !r.kept && r.first == 0);
+    EVENTUALLY(row_of("kv", &row) && row.pid == (uint32_t)a.pid);
+    end_node(&a);
+    b = start_node(2, 0x56);
+    r = report_of(&b);
+    assert_true(r.from_keeper && r.kept && r.first == 0x55 && r.id == id && r.previous == 1);
+    end_node(&b);
+    node_ops = &bt_mem_host; /* another kind under the same name is other memory */
+    a = start_node(3, 0x57);
+    r = report_of(&a);
+    assert_true(r.from_keeper && !r.kept && r.first == 0);
+    end_node(&a);
+    end(keeper);
+}
+
 /* Nobody has the region, its owner from before the keeper's death comes back too late. */
 static void test_too_late(void **state)
 {
@@ -977,6 +1010,7 @@ int main(void)
         cmocka_unit_test_teardown(test_orphans_expire, end_children),
         cmocka_unit_test_teardown(test_keeper_dies, end_children),
         cmocka_unit_test_teardown(test_keeper_comes_later, end_children),
+        cmocka_unit_test_teardown(test_device_memory, end_children),
         cmocka_unit_test_teardown(test_too_late, end_children),
         cmocka_unit_test_teardown(test_keeper_hangs, end_children),
         cmocka_unit_test_teardown(test_one_keeper_a_socket, end_children),
