@@ -7,16 +7,40 @@
 
 namespace {
 
+// A pair turned by an angle's cos and sin; the same bits wherever it is used.
+__device__ inline float2 turn_pair(float a, float b, float c, float s)
+{
+    return make_float2(__fmaf_rn(a, c, -__fmul_rn(b, s)), __fmaf_rn(b, c, __fmul_rn(a, s)));
+}
+
+// What the heads of a row have in common: where it stands, and the turns of this lane's pairs.
+template <int E> struct HeadRow {
+    int pos, page;
+    float2 turn[E];
+};
+template <int E> __device__ inline HeadRow<E> head_row(const kn_cuda_heads &h, int row, bool turned)
+{
+    int lane = threadIdx.x & 31, half = h.head_dim / 2;
+    HeadRow<E> r = {h.pos[row], h.page[row], {}};
+    const float2 *cs = (const float2 *)h.cos_sin + (size_t)r.pos * half;
+
+#pragma unroll
+    for (int j = 0; j < E; j++) {
+        if (turned && lane * E + j < half)
+            r.turn[j] = cs[lane * E + j];
+    }
+    return r;
+}
+
 // Lane l holds pairs l * E + j, j < E, of a head with D = 64 * E elements (pairs beyond D/2 are
 // idle where D < 64 * E). va and vb are the elements of each pair in f32.
 template <typename T, int E>
-__device__ inline void finish_head(const kn_cuda_heads &h, int row, int head, float (&va)[E],
-                                   float (&vb)[E], T *q_row)
+__device__ inline void finish_head(const kn_cuda_heads &h, const HeadRow<E> &r, int head,
+                                   float (&va)[E], float (&vb)[E], T *q_row)
 {
     int lane = threadIdx.x & 31, half = h.head_dim / 2;
     bool is_q = head < h.n_heads, is_v = head >= h.n_heads + h.n_kv_heads;
     const float *w = is_q ? h.q_norm : h.k_norm;
-    int pos = h.pos[row];
     T *dst;
 
     if (w && !is_v) {
@@ -26,7 +50,7 @@ __device__ inline void finish_head(const kn_cuda_heads &h, int row, int head, fl
         for (int j = 0; j < E; j++)
             sum += va[j] * va[j] + vb[j] * vb[j];
         sum = warp_sum(sum);
-        float r = rsqrtf(sum / (float)h.head_dim + h.eps);
+        float scale = rsqrtf(sum / (float)h.head_dim + h.eps);
 #pragma unroll
         for (int j = 0; j < E; j++) {
             int p = lane * E + j;
@@ -34,24 +58,21 @@ __device__ inline void finish_head(const kn_cuda_heads &h, int row, int head, fl
             if (p < half) {
                 HeadPlace at = pair_at(p, half, h.interleaved);
 
-                va[j] *= r * w[at.a];
-                vb[j] *= r * w[at.b];
+                va[j] *= scale * w[at.a];
+                vb[j] *= scale * w[at.b];
             }
         }
     }
     if (!is_v) {
-        const float2 *cs = (const float2 *)h.cos_sin + (size_t)pos * half;
-
 #pragma unroll
         for (int j = 0; j < E; j++) {
             int p = lane * E + j;
 
             if (p < half) {
-                float2 t = cs[p];
-                float a = va[j], b = vb[j];
+                float2 x = turn_pair(va[j], vb[j], r.turn[j].x, r.turn[j].y);
 
-                va[j] = a * t.x - b * t.y;
-                vb[j] = b * t.x + a * t.y;
+                va[j] = x.x;
+                vb[j] = x.y;
             }
         }
     }
@@ -60,12 +81,12 @@ __device__ inline void finish_head(const kn_cuda_heads &h, int row, int head, fl
     } else {
         int kvh = head - h.n_heads - (is_v ? h.n_kv_heads : 0);
 
-        if (h.page[row] < 0) // an empty row of a recorded step
+        if (r.page < 0) // an empty row of a recorded step
             return;
-        char *page = (char *)h.kv + (size_t)h.page[row] * h.page_stride;
+        char *page = (char *)h.kv + (size_t)r.page * h.page_stride;
 
         dst = (T *)(page + (is_v ? h.page_stride / 2 : 0)) +
-              ((size_t)kvh * h.page_tokens + (pos & (h.page_tokens - 1))) * h.head_dim;
+              ((size_t)kvh * h.page_tokens + (r.pos & (h.page_tokens - 1))) * h.head_dim;
     }
     if (E == 2 && !h.interleaved) { // two neighbours in each half
         *(Vec2<T> *)(dst + lane * 2) = Vec2<T>{{from_f<T>(va[0]), from_f<T>(va[E - 1])}};

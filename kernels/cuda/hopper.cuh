@@ -79,6 +79,16 @@ __device__ inline float cluster_read(const float *p, int rank)
     return x;
 }
 
+__device__ inline float2 cluster_read2(const float *p, int rank)
+{
+    uint32_t there;
+    float2 x;
+
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(smem_addr(p)), "r"(rank));
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(there) : "memory");
+    return x;
+}
+
 // A matrix in shared memory, rows of 64 16-bit elements in the 128-byte swizzle, 8 rows 1,024 bytes.
 __device__ inline uint64_t mma_desc(const void *p)
 {

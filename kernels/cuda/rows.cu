@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int NORM_THREADS = 256;
+constexpr int NORM_THREADS = 256, NORM_BLOCKS = 132 * 6;
 
 template <typename T>
 __global__ void __launch_bounds__(128) embed_kernel(kn_cuda_embed_args a)
@@ -23,56 +23,82 @@ __global__ void __launch_bounds__(128) embed_kernel(kn_cuda_embed_args a)
         to[i] = from[i];
 }
 
-// One block a row; a thread holds up to 8 vectors of 8 elements.
-template <typename T>
+// Up to NV vectors of 8 elements of a row in a thread; a block takes every gridDim.x-th row, asks for the
+// next one before it is done with the one at hand, and keeps its share of the weights.
+template <typename T, int NV>
 __global__ void __launch_bounds__(NORM_THREADS) norm_kernel(kn_cuda_norm_args a)
 {
-    __shared__ float sums[NORM_THREADS / 32];
-    const Vec8<T> *x = (const Vec8<T> *)((const T *)a.x + (size_t)blockIdx.x * a.width);
-    Vec8<T> *out = (Vec8<T> *)((T *)a.out + (size_t)blockIdx.x * a.width);
+    __shared__ float sums[2][NORM_THREADS / 32];
+    const Vec8<T> *x = (const Vec8<T> *)a.x;
+    Vec8<T> *out = (Vec8<T> *)a.out;
     int n = a.width / 8;
-    Vec8<T> v[8];
-    float sum = 0;
+    Vec8<T> v[NV];
+    float4 w[NV][2];
 
     let_next();
-    wait_before();
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
+    for (int j = 0; j < NV; j++) {
         int i = threadIdx.x + j * NORM_THREADS;
 
         if (i < n) {
-            v[j] = x[i];
-#pragma unroll
-            for (int e = 0; e < 8; e++) {
-                float f = to_f(v[j].v[e]);
-
-                sum += f * f;
-            }
+            w[j][0] = ((const float4 *)a.weight)[i * 2];
+            w[j][1] = ((const float4 *)a.weight)[i * 2 + 1];
         }
     }
-    sum = warp_sum(sum);
-    if ((threadIdx.x & 31) == 0)
-        sums[threadIdx.x / 32] = sum;
-    __syncthreads();
-    sum = 0;
+    wait_before();
 #pragma unroll
-    for (int w = 0; w < NORM_THREADS / 32; w++)
-        sum += sums[w];
-    float r = rsqrtf(sum / (float)a.width + a.eps);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
+    for (int j = 0; j < NV; j++) {
         int i = threadIdx.x + j * NORM_THREADS;
 
-        if (i < n) {
-            const float4 *w = (const float4 *)a.weight + i * 2;
-            float4 lo = w[0], hi = w[1];
-            float ws[8] = {lo.x, lo.y, lo.z, lo.w, hi.x, hi.y, hi.z, hi.w};
-            Vec8<T> y;
+        if (i < n)
+            v[j] = x[(size_t)blockIdx.x * n + i];
+    }
+    for (int row = blockIdx.x, turn = 0; row < a.rows; row += gridDim.x, turn ^= 1) {
+        Vec8<T> next[NV];
+        float sum = 0;
 
 #pragma unroll
-            for (int e = 0; e < 8; e++)
-                y.v[e] = from_f<T>(to_f(v[j].v[e]) * r * ws[e]);
-            out[i] = y;
+        for (int j = 0; j < NV; j++) {
+            int i = threadIdx.x + j * NORM_THREADS;
+
+            if (i < n && row + (int)gridDim.x < a.rows)
+                next[j] = x[(size_t)(row + gridDim.x) * n + i];
+        }
+#pragma unroll
+        for (int j = 0; j < NV; j++) {
+            if (threadIdx.x + j * NORM_THREADS < n) {
+#pragma unroll
+                for (int e = 0; e < 8; e++) {
+                    float f = to_f(v[j].v[e]);
+
+                    sum += f * f;
+                }
+            }
+        }
+        sum = warp_sum(sum);
+        if ((threadIdx.x & 31) == 0)
+            sums[turn][threadIdx.x / 32] = sum;
+        __syncthreads();
+        sum = 0;
+#pragma unroll
+        for (int i = 0; i < NORM_THREADS / 32; i++)
+            sum += sums[turn][i];
+        float r = rsqrtf(sum / (float)a.width + a.eps);
+#pragma unroll
+        for (int j = 0; j < NV; j++) {
+            int i = threadIdx.x + j * NORM_THREADS;
+
+            if (i < n) {
+                float ws[8] = {w[j][0].x, w[j][0].y, w[j][0].z, w[j][0].w,
+                               w[j][1].x, w[j][1].y, w[j][1].z, w[j][1].w};
+                Vec8<T> y;
+
+#pragma unroll
+                for (int e = 0; e < 8; e++)
+                    y.v[e] = from_f<T>(to_f(v[j].v[e]) * r * ws[e]);
+                out[(size_t)row * n + i] = y;
+            }
+            v[j] = next[j];
         }
     }
 }
@@ -87,14 +113,18 @@ __global__ void __launch_bounds__(256)
     int lane = threadIdx.x & 31;
 
     let_next();
-    wait_before();
-    if (unit >= (long)rows * heads)
+    if (unit >= (long)rows * heads) {
+        wait_before();
         return;
+    }
     int row = (int)(unit / heads), head = (int)(unit % heads);
+    // positions and pages came with the batch, before anything that this kernel waits for
+    HeadRow<E> place = head_row<E>(h, row, head < h.n_heads + h.n_kv_heads);
     T *q_row = qkv + (size_t)row * heads * h.head_dim;
     const T *x = q_row + (size_t)head * h.head_dim;
     float va[E], vb[E];
 
+    wait_before();
     if (E == 2 && !h.interleaved && h.head_dim == 128) {
         Vec2<T> a = *(const Vec2<T> *)(x + lane * 2), b = *(const Vec2<T> *)(x + half + lane * 2);
 
@@ -126,7 +156,76 @@ __global__ void __launch_bounds__(256)
         }
     }
     __syncwarp();
-    finish_head<T, E>(h, row, head, va, vb, q_row);
+    finish_head<T, E>(h, place, head, va, vb, q_row);
+}
+
+// The same to the bit for many rows, where heads have no norms and a pair's elements lie half a head
+// apart: 8 pairs a thread, HEAD_TURNS heads one after the other, all of them asked for at once.
+constexpr int HEAD_TURNS = 3;
+
+template <typename T>
+__global__ void __launch_bounds__(256)
+    qkv_wide_kernel(T *qkv, int rows, const float *bias, kn_cuda_heads h)
+{
+    int heads = h.n_heads + 2 * h.n_kv_heads, turned = h.n_heads + h.n_kv_heads, half = h.head_dim / 2;
+    int lanes = half / 8, side = 32 / lanes; // of a head; heads side by side in a warp
+    int per_row = (heads + side * HEAD_TURNS - 1) / (side * HEAD_TURNS);
+    long unit = (long)blockIdx.x * 8 + threadIdx.x / 32;
+    int row = (int)(unit / per_row), p = threadIdx.x % lanes * 8;
+    int first = (int)(unit % per_row) * side * HEAD_TURNS + (threadIdx.x & 31) / lanes;
+
+    let_next();
+    if (row >= rows) {
+        wait_before();
+        return;
+    }
+    int pos = h.pos[row], page = h.page[row];
+    const float4 *cs = (const float4 *)((const float2 *)h.cos_sin + (size_t)pos * half + p);
+    float4 t[4] = {cs[0], cs[1], cs[2], cs[3]}; // of two pairs each
+    T *q_row = qkv + (size_t)row * heads * h.head_dim;
+    Vec8<T> a[HEAD_TURNS], b[HEAD_TURNS];
+
+    wait_before();
+#pragma unroll
+    for (int i = 0; i < HEAD_TURNS; i++) {
+        const T *x = q_row + (size_t)(first + i * side) * h.head_dim + p;
+
+        if (first + i * side < heads) {
+            a[i] = *(const Vec8<T> *)x;
+            b[i] = *(const Vec8<T> *)(x + half);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD_TURNS; i++) {
+        int head = first + i * side, kv = head - h.n_heads;
+        T *dst = q_row + (size_t)head * h.head_dim;
+
+        if (head >= heads || (kv >= 0 && page < 0))
+            continue;
+        if (kv >= 0) {
+            bool is_v = head >= turned;
+
+            dst = (T *)((char *)h.kv + (size_t)page * h.page_stride + (is_v ? h.page_stride / 2 : 0)) +
+                  ((size_t)(is_v ? kv - h.n_kv_heads : kv) * h.page_tokens +
+                   (pos & (h.page_tokens - 1))) *
+                      h.head_dim;
+        }
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            float x = to_f(a[i].v[e]), y = to_f(b[i].v[e]);
+            float c = e & 1 ? t[e / 2].z : t[e / 2].x, s = e & 1 ? t[e / 2].w : t[e / 2].y;
+
+            if (bias) {
+                x += bias[head * h.head_dim + p + e];
+                y += bias[head * h.head_dim + half + p + e];
+            }
+            float2 at = head < turned ? turn_pair(x, y, c, s) : make_float2(x, y);
+            a[i].v[e] = from_f<T>(at.x);
+            b[i].v[e] = from_f<T>(at.y);
+        }
+        *(Vec8<T> *)(dst + p) = a[i];
+        *(Vec8<T> *)(dst + half + p) = b[i];
+    }
 }
 
 template <typename T>
@@ -247,17 +346,51 @@ __global__ void __launch_bounds__(1024) unpack_kernel(kn_cuda_unpack_args a)
         a.copy[b].to[i] = a.from[a.copy[b].at + i];
 }
 
-template <typename T>
+template <typename T, int E>
 int qkv_launch(void *qkv, int rows, const kn_cuda_heads *h, const float *bias, cudaStream_t s)
 {
     long units = (long)rows * (h->n_heads + 2 * h->n_kv_heads);
-    dim3 grid((unsigned)((units + 7) / 8));
 
+    return launch(qkv_kernel<T, E>, dim3((unsigned)((units + 7) / 8)), 256, 0, 1, s, (T *)qkv, rows,
+                  bias, *h);
+}
+
+constexpr int MANY_ROWS = 256;
+
+template <typename T>
+int qkv_wide_launch(void *qkv, int rows, const kn_cuda_heads *h, const float *bias, cudaStream_t s)
+{
+    int heads = h->n_heads + 2 * h->n_kv_heads, each = 32 / (h->head_dim / 16) * HEAD_TURNS;
+    long units = (long)rows * ((heads + each - 1) / each);
+
+    return launch(qkv_wide_kernel<T>, dim3((unsigned)((units + 7) / 8)), 256, 0, 1, s, (T *)qkv, rows,
+                  bias, *h);
+}
+template <typename T>
+int qkv_by_width(void *qkv, int rows, const kn_cuda_heads *h, const float *bias, cudaStream_t s)
+{
+    bool plain = !h->q_norm && !h->k_norm && !h->interleaved;
+
+    if (plain && rows >= MANY_ROWS && (h->head_dim == 64 || h->head_dim == 128))
+        return qkv_wide_launch<T>(qkv, rows, h, bias, s);
     if (h->head_dim <= 64)
-        return launch(qkv_kernel<T, 1>, grid, 256, 0, 1, s, (T *)qkv, rows, bias, *h);
+        return qkv_launch<T, 1>(qkv, rows, h, bias, s);
     if (h->head_dim <= 128)
-        return launch(qkv_kernel<T, 2>, grid, 256, 0, 1, s, (T *)qkv, rows, bias, *h);
-    return launch(qkv_kernel<T, 4>, grid, 256, 0, 1, s, (T *)qkv, rows, bias, *h);
+        return qkv_launch<T, 2>(qkv, rows, h, bias, s);
+    return qkv_launch<T, 4>(qkv, rows, h, bias, s);
+}
+
+template <typename T> int norm_launch(const kn_cuda_norm_args *a, cudaStream_t s)
+{
+    dim3 grid(a->rows < NORM_BLOCKS ? a->rows : NORM_BLOCKS);
+    int vecs = (a->width / 8 + NORM_THREADS - 1) / NORM_THREADS;
+
+    if (vecs <= 1)
+        return launch(norm_kernel<T, 1>, grid, NORM_THREADS, 0, 1, s, *a);
+    if (vecs <= 2)
+        return launch(norm_kernel<T, 2>, grid, NORM_THREADS, 0, 1, s, *a);
+    return vecs <= 4 ? launch(norm_kernel<T, 4>, grid, NORM_THREADS, 0, 1, s, *a)
+                     : launch(norm_kernel<T, 8>, grid, NORM_THREADS, 0, 1, s, *a);
 }
 
 } // namespace
@@ -270,15 +403,14 @@ int kn_cuda_embed(enum kn_cuda_dtype t, const struct kn_cuda_embed_args *a, kn_c
 
 int kn_cuda_norm(enum kn_cuda_dtype t, const struct kn_cuda_norm_args *a, kn_cuda_stream s)
 {
-    return t == KN_CUDA_BF16 ? launch(norm_kernel<bf16>, dim3(a->rows), NORM_THREADS, 0, 1, s, *a)
-                             : launch(norm_kernel<f16>, dim3(a->rows), NORM_THREADS, 0, 1, s, *a);
+    return t == KN_CUDA_BF16 ? norm_launch<bf16>(a, s) : norm_launch<f16>(a, s);
 }
 
 int kn_cuda_qkv_finish(enum kn_cuda_dtype t, void *qkv, int rows, const struct kn_cuda_heads *h,
                        const float *bias, kn_cuda_stream s)
 {
-    return t == KN_CUDA_BF16 ? qkv_launch<bf16>(qkv, rows, h, bias, s)
-                             : qkv_launch<f16>(qkv, rows, h, bias, s);
+    return t == KN_CUDA_BF16 ? qkv_by_width<bf16>(qkv, rows, h, bias, s)
+                             : qkv_by_width<f16>(qkv, rows, h, bias, s);
 }
 
 int kn_cuda_swiglu(enum kn_cuda_dtype t, const void *x, int rows, int width, void *out,

@@ -146,7 +146,28 @@ __device__ void consume(const Args &a, Ring &ring, char *stages, int n, float *p
     }
 }
 
-// Sum over the cluster of one element.
+// Sums over the cluster of an element and its neighbour, in the order of ranks; all are asked for at once.
+template <int SPLIT> __device__ inline float2 sums_of(const float *p)
+{
+    float2 v[SPLIT], sum = {0, 0};
+
+#pragma unroll
+    for (int rank = 0; rank < SPLIT; rank++)
+        v[rank] = cluster_read2(p, rank);
+#pragma unroll
+    for (int rank = 0; rank < SPLIT; rank++) {
+        sum.x += v[rank].x;
+        sum.y += v[rank].y;
+    }
+    return sum;
+}
+__device__ inline float2 total2(const float *p, int split)
+{
+    return split == 1   ? *(const float2 *)p
+           : split == 2 ? sums_of<2>(p)
+           : split == 4 ? sums_of<4>(p)
+                        : sums_of<8>(p);
+}
 __device__ inline float total(const float *p, int split)
 {
     float sum = 0;
@@ -173,16 +194,17 @@ __device__ void store(const Args &a, const float *part, int tile, int rank, int 
 
         if (n0 + r >= n)
             continue;
-        float y0 = total(p, split), y1 = total(p + 1, split);
+        float2 y = total2(p, split);
+        float y0 = y.x, y1 = y.y;
         size_t at = (size_t)(b0 + b) * a.out_stride + n0 + r;
         if (KIND == KN_STREAM_SWIGLU) {
-            float u0 = total(p + WIDTH, split), u1 = total(p + WIDTH + 1, split);
+            float2 u = total2(p + WIDTH, split);
 
             // rounded as the product alone would be, then as the many-row kernel computes
             y0 = to_f(from_f<T>(y0));
             y1 = to_f(from_f<T>(y1));
-            y0 = y0 / (1 + __expf(-y0)) * to_f(from_f<T>(u0));
-            y1 = y1 / (1 + __expf(-y1)) * to_f(from_f<T>(u1));
+            y0 = y0 / (1 + __expf(-y0)) * to_f(from_f<T>(u.x));
+            y1 = y1 / (1 + __expf(-y1)) * to_f(from_f<T>(u.y));
         }
         if (KIND == KN_STREAM_F32) {
             *(float2 *)((float *)a.out + at) = make_float2(y0, y1);
@@ -219,18 +241,28 @@ __device__ void store_heads(const Args &a, const float *part, int tile, int rank
 
         if (head * D >= a.n)
             continue;
+        if (E == 2 && !a.heads.interleaved) {
+            float2 x = total2(p + lane * 2, split), y = total2(p + D / 2 + lane * 2, split);
+
+            va[0] = x.x;
+            va[E - 1] = x.y;
+            vb[0] = y.x;
+            vb[E - 1] = y.y;
+        }
 #pragma unroll
         for (int j = 0; j < E; j++) {
             HeadPlace at = pair_at(lane * E + j, D / 2, a.heads.interleaved);
 
-            va[j] = total(p + at.a, split);
-            vb[j] = total(p + at.b, split);
+            if (E != 2 || a.heads.interleaved) {
+                va[j] = total(p + at.a, split);
+                vb[j] = total(p + at.b, split);
+            }
             if (a.bias) {
                 va[j] += a.bias[head * D + at.a];
                 vb[j] += a.bias[head * D + at.b];
             }
         }
-        finish_head<T, E>(a.heads, b0 + b, head, va, vb,
+        finish_head<T, E>(a.heads, head_row<E>(a.heads, b0 + b, true), head, va, vb,
                           (T *)a.out + (size_t)(b0 + b) * a.out_stride);
     }
 }
