@@ -8,7 +8,9 @@
 
 #include <stdlib.h>
 
-#define MAX_CACHED 4 /* together half of a second-level cache */
+/* Of one connection that is not out. A daemon that does not read holds no more than these buffers,
+ * and others are not held up; together they are less than half of a second-level cache. */
+#define FLOW_INFLIGHT_BYTES (768u << 10)
 
 /* A buffer; free when all that was sent from it is out. */
 struct kv_cached {
@@ -39,8 +41,8 @@ static struct kv_cached *take_buf(struct kv_client *c)
 
     if (b) {
         c->cached = b->next;
-    } else if (c->n_cached < MAX_CACHED && (b = aligned_alloc(64, sizeof(*b))) != NULL) {
-        c->n_cached++;
+    } else {
+        b = aligned_alloc(64, sizeof(*b));
     }
     if (b) {
         b->refs = 1;
@@ -136,10 +138,12 @@ static bool fill(struct copy *k)
     }
     f->buf = take_buf(s->client);
     f->at = 0;
-    if (f->buf) {
-        gather(k, f->buf);
+    if (!f->buf) {
+        kv_link_close(k->l, BT_E_NOMEM, "out of memory");
+        return false;
     }
-    return f->buf != NULL;
+    gather(k, f->buf);
+    return true;
 }
 
 static void on_part_sent(void *arg, int rc)
@@ -174,7 +178,7 @@ bool kv_client_flow_on(struct copy *k, size_t *budget)
     struct flow_part *p;
     struct bt_str data;
 
-    if (!k->going || k->taken || k->done || l->closing || l->out_bytes >= KV_LINK_INFLIGHT_BYTES) {
+    if (!k->going || k->taken || k->done || l->closing || l->out_bytes >= FLOW_INFLIGHT_BYTES) {
         return false;
     }
     k->flow = k->flow ? k->flow : bt_calloc(1, sizeof(*k->flow));
@@ -185,7 +189,7 @@ bool kv_client_flow_on(struct copy *k, size_t *budget)
     }
     if (!fill(k)) {
         free(p);
-        return false; /* a part that is out makes room */
+        return false;
     }
     m.offset = k->offset;
     data.p = k->flow->buf->p + k->flow->at;

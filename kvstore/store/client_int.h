@@ -54,7 +54,6 @@ struct kv_client {
     struct bt_net_timer lend_timer; /* while there are any */
     bool closing;
     struct kv_cached *cached; /* net: free ones, the last used on top: still in the cache */
-    uint32_t n_cached;        /* all there are */
     bool lend_more;           /* net: room for another one has come up */
     struct bt_msg meet_msg;   /* daemons may have become known */
 
