@@ -7,7 +7,7 @@
 #                            the check is left out
 # shellcheck shell=bash
 
-LONG_STAGES=(clang valgrind rdma fuzz soak truth)
+LONG_STAGES=(clang valgrind rdma fuzz soak aiperf truth)
 
 # record NAME STATUS: a JUnit file with one case, for the count.
 record() {
@@ -86,6 +86,22 @@ stage_fuzz() {
 stage_soak() {
     step "building (debug)" build_tree build-debug --buildtype=debugoptimized -Dwerror=true || return 1
     BATON_TEST_SOAK_SECONDS=${BATON_TEST_SOAK_SECONDS:-3600} run_pytest soak build-debug -s tests/integ/test_soak.py
+}
+
+AIPERF_VENV=$CACHE_DIR/venv-aiperf-0.13
+
+make_aiperf() {
+    rm -rf "$AIPERF_VENV"
+    "$(pip_python)" -m venv "$AIPERF_VENV" &&
+        "$AIPERF_VENV/bin/pip" install --quiet --disable-pip-version-check 'aiperf==0.13.*' &&
+        touch "$AIPERF_VENV/complete"
+}
+
+# A load generator of others against the HTTP port; 1.2 GB in an environment of its own.
+stage_aiperf() {
+    step "building (debug)" build_tree build-debug --buildtype=debugoptimized -Dwerror=true || return 1
+    [ -f "$AIPERF_VENV/complete" ] || step "installing aiperf" make_aiperf || return 1
+    BATON_TEST_AIPERF=$AIPERF_VENV/bin/aiperf run_pytest aiperf build-debug tests/integ/test_aiperf.py
 }
 
 # Hits of a live cluster of the quickstart's model within two points of the replay's prediction, for

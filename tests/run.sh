@@ -7,7 +7,7 @@
 #   --long        also what takes hours: the stages of tests/long.sh, and longer integration tests
 #   --gpu         the tests that need a CUDA device (says so and fails where there is none)
 #   --stage NAME  only this stage (may be repeated): unit, integ, asan, tsan, quickstart, or one of
-#                 the long ones: clang, valgrind, rdma, fuzz, soak, truth
+#                 the long ones: clang, valgrind, rdma, fuzz, soak, aiperf, truth
 set -uo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../deploy/lib.sh"
 
