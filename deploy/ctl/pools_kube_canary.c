@@ -9,6 +9,7 @@
 #include <string.h>
 
 #define LOOK_NS          (200 * BT_NS_PER_MS)
+#define CLEANUP_NS       (5 * BT_NS_PER_S)
 #define PREVIOUS         "baton/previous-image"
 #define PREVIOUS_RELEASE "baton/previous-release"
 
@@ -153,6 +154,18 @@ static int check(const struct ctl_pools *p, const struct ctl_canary *c, const js
     return CTL_OK;
 }
 
+/* Pods that never got ready. A StatefulSet that starts its pods in order waits for such a pod even
+ * when its template is the old one again. */
+static void take_back(struct ctl_pools *p, const struct ctl_canary *c)
+{
+    struct ctl_canary back = {.role = c->role};
+
+    if (kube_canary_end(p, &back, bt_deadline_ns(CLEANUP_NS)) == CTL_OK) {
+        fputs("batonctl: the canary is taken back; a pod that stays broken has to be deleted\n",
+              stderr);
+    }
+}
+
 /* The pods get the new image; they are drained first, since Kubernetes replaces them. */
 int kube_canary_start(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline_ns)
 {
@@ -176,7 +189,9 @@ int kube_canary_start(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadli
 
         code = ctl_pools_drain(p, c->names, deadline_ns, cordoned);
         code = code != CTL_OK ? code : apply(p, path, set, &ch, deadline_ns);
-        code = code != CTL_OK ? code : kube_canary_over(p, c, deadline_ns);
+        if (code == CTL_OK && (code = kube_canary_over(p, c, deadline_ns)) != CTL_OK) {
+            take_back(p, c);
+        }
         ctl_pools_uncordon(p, cordoned, bt_deadline_ns(5 * BT_NS_PER_S));
         json_decref(cordoned);
     }

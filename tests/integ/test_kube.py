@@ -405,6 +405,17 @@ def test_canary_promote_and_rollback_of_an_image(cluster, kube):
     assert kube.ctl("canary", "decode", "--binary", "/x", router=router).returncode == 2
 
 
+def test_canary_of_a_statefulset_that_does_not_start_is_taken_back(kube):
+    """No controller here: the pods of the new image never get ready."""
+    kube.api.rules["alice"] = [*RIGHTS, ("patch", "statefulsets", "llm")]
+    sts = kube.api.objects["llm", "statefulsets", "baton-decode"]
+    out = kube.ctl("canary", "decode", "--image", "baton:bad", "--version", "2.0", "--timeout", "2s")
+    assert out.returncode == 4 and "taken back" in out.stderr and out.stdout == "", out
+    assert sts["spec"]["template"]["spec"]["containers"][0]["image"] == "baton:1"
+    assert sts["metadata"]["annotations"] == {} and sts["spec"]["updateStrategy"]["rollingUpdate"]["partition"] == 0
+    assert [v for v, _ in kube.api.requests].count("PATCH") == 2
+
+
 class Controller:
     """Runs the pods of deployments as real nodes: a pod of the new template, then one of the old ends."""
 
