@@ -31,7 +31,8 @@ __device__ inline void barrier_expect(uint64_t *b, uint32_t bytes)
                  "r"(bytes)
                  : "memory");
 }
-__device__ inline void barrier_wait(uint64_t *b, uint32_t parity)
+// `b`: an address in shared memory.
+__device__ inline void barrier_wait_at(uint32_t b, uint32_t parity)
 {
     asm volatile("{\n"
                  ".reg .pred p;\n"
@@ -40,9 +41,13 @@ __device__ inline void barrier_wait(uint64_t *b, uint32_t parity)
                  "@p bra done;\n"
                  "bra again;\n"
                  "done:\n"
-                 "}" ::"r"(smem_addr(b)),
+                 "}" ::"r"(b),
                  "r"(parity)
                  : "memory");
+}
+__device__ inline void barrier_wait(uint64_t *b, uint32_t parity)
+{
+    barrier_wait_at(smem_addr(b), parity);
 }
 
 // Box at column c, row r of the matrix into shared memory; the barrier counts its bytes.

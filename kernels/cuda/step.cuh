@@ -54,19 +54,6 @@ struct Cursor {
     }
 };
 
-__device__ inline void barrier_wait_at(uint32_t b, uint32_t parity)
-{
-    asm volatile("{\n"
-                 ".reg .pred p;\n"
-                 "again:\n"
-                 "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
-                 "@p bra done;\n"
-                 "bra again;\n"
-                 "done:\n"
-                 "}" ::"r"(b),
-                 "r"(parity)
-                 : "memory");
-}
 __device__ inline void barrier_arrive_at(uint32_t b)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(b) : "memory");
