@@ -36,6 +36,13 @@ struct kube_request {
     bool quiet_missing;  /* nor is 404: the caller asks whether it is there */
 };
 
+/* Whether that status says that nothing was done; without one of these the order may have been
+ * carried out, though its answer was lost or makes no sense. */
+static inline bool kube_refused(long status)
+{
+    return status >= 400 && status <= 499;
+}
+
 /* CTL_OK with the answer's object, which the caller frees. *ret_status: of HTTP, 0 = there was no
  * answer; may be NULL. 429 and 503 are tried again until the deadline, as the server asks. */
 int kube_call(const struct kube *k,

@@ -114,11 +114,13 @@ static json_t *patch_of(const json_t *set, const struct change *ch)
     return patch;
 }
 
+/* *ret_made: the change may have happened, also where the answer was lost. */
 static int apply(struct ctl_pools *p,
                  const char *path,
                  const json_t *set,
                  const struct change *ch,
-                 uint64_t deadline_ns)
+                 uint64_t deadline_ns,
+                 bool *ret_made)
 {
     struct kube_pools *impl = p->impl;
     json_t *patch = patch_of(set, ch), *answer = NULL;
@@ -127,8 +129,10 @@ static int apply(struct ctl_pools *p,
                                    .body = patch,
                                    .content_type = "application/strategic-merge-patch+json",
                                    .deadline_ns = deadline_ns};
-    int code = patch ? kube_call(&impl->kube, &r, &answer, NULL) : CTL_FAILED;
+    long status = 0;
+    int code = patch ? kube_call(&impl->kube, &r, &answer, &status) : CTL_FAILED;
 
+    *ret_made = patch && !kube_refused(status);
     json_decref(patch);
     json_decref(answer);
     return code;
@@ -171,6 +175,7 @@ int kube_canary_start(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadli
 {
     struct change ch = {.image = p->a->image, .release = p->a->version};
     json_t *set = NULL;
+    bool made = false;
     char path[600];
     int code = read_set(p, c->role, path, deadline_ns, &set);
 
@@ -188,8 +193,9 @@ int kube_canary_start(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadli
         json_t *cordoned = json_array();
 
         code = ctl_pools_drain(p, c->names, deadline_ns, cordoned);
-        code = code != CTL_OK ? code : apply(p, path, set, &ch, deadline_ns);
-        if (code == CTL_OK && (code = kube_canary_over(p, c, deadline_ns)) != CTL_OK) {
+        code = code != CTL_OK ? code : apply(p, path, set, &ch, deadline_ns, &made);
+        code = code != CTL_OK ? code : kube_canary_over(p, c, deadline_ns);
+        if (code != CTL_OK && made) {
             take_back(p, c);
         }
         ctl_pools_uncordon(p, cordoned, bt_deadline_ns(5 * BT_NS_PER_S));
@@ -205,6 +211,7 @@ int kube_canary_end(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline
 {
     struct change ch = {0};
     json_t *set = NULL;
+    bool made;
     char path[600];
     int code = read_set(p, c->role, path, deadline_ns, &set);
 
@@ -221,7 +228,7 @@ int kube_canary_end(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline
     } else {
         ch.image = c->promote ? NULL : previous_of(set);
         ch.release = json_string_value(kube_down(set, "metadata", "annotations", PREVIOUS_RELEASE));
-        code = apply(p, path, set, &ch, deadline_ns);
+        code = apply(p, path, set, &ch, deadline_ns, &made);
     }
     json_decref(set);
     return code;

@@ -154,16 +154,19 @@ make(const struct ctl_pools *p, const struct ctl_canary *c, const json_t *role, 
     return o;
 }
 
-static int create(struct ctl_pools *p, const json_t *o, uint64_t deadline_ns)
+/* *ret_made: it may be there, also where the answer was lost. */
+static int create(struct ctl_pools *p, const json_t *o, uint64_t deadline_ns, bool *ret_made)
 {
     char path[600];
     const struct kube_request r = {
         .method = "POST", .path = path, .body = o, .deadline_ns = deadline_ns};
     json_t *answer = NULL;
+    long status = 0;
     int code;
 
     snprintf(path, sizeof(path), "/apis/apps/v1/namespaces/%s/deployments", kube_of(p)->ns);
-    code = o ? kube_call(kube_of(p), &r, &answer, NULL) : CTL_FAILED;
+    code = o ? kube_call(kube_of(p), &r, &answer, &status) : CTL_FAILED;
+    *ret_made = o && !kube_refused(status);
     json_decref(answer);
     return code;
 }
@@ -228,6 +231,7 @@ int kube_deploy_start(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadli
 {
     json_t *role, *canary, *o;
     char name[400] = "";
+    bool made = false;
     int code;
 
     if (!p->a->image) {
@@ -242,14 +246,12 @@ int kube_deploy_start(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadli
     code = code != CTL_OK ? code : name_of(p, c, name);
     if (code == CTL_OK && !c->dry) {
         o = make(p, c, role, name);
-        code = create(p, o, deadline_ns);
+        code = create(p, o, deadline_ns, &made);
         json_decref(o);
-        if (code == CTL_OK) {
-            code = roll_out(p, c, "-canary", deadline_ns);
-            code = code != CTL_OK ? code : list_pods(p, c, deadline_ns, c->names);
-            if (code != CTL_OK && drop(p, c, bt_deadline_ns(CLEANUP_NS)) == CTL_OK) {
-                fputs("batonctl: the canary is taken back\n", stderr);
-            }
+        code = code != CTL_OK ? code : roll_out(p, c, "-canary", deadline_ns);
+        code = code != CTL_OK ? code : list_pods(p, c, deadline_ns, c->names);
+        if (code != CTL_OK && made && drop(p, c, bt_deadline_ns(CLEANUP_NS)) == CTL_OK) {
+            fputs("batonctl: the canary is taken back\n", stderr);
         }
     }
     json_decref(role);

@@ -42,6 +42,8 @@ class ApiServer:
             ctx.verify_mode = ssl.CERT_OPTIONAL
         outer = self
 
+        self.lose = None  # method whose next answer is lost, after it was carried out
+
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
@@ -145,6 +147,11 @@ class ApiServer:
             with self.lock:
                 self.requests.append((h.command, h.path))
                 out = self.answer(h, body)
+                lost = self.lose == h.command
+                self.lose = None if lost else self.lose
+            if lost:
+                h.close_connection = True
+                return
             self.send(h, 200, out)
         except Failure as e:
             self.send(h, e.code, {

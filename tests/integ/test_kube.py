@@ -530,6 +530,12 @@ def test_canary_of_a_deployment_that_does_not_start_is_taken_back(cluster, kube)
     kube.api.rules["alice"] = CANARY_RIGHTS
     out = kube.ctl(*start, router=router)
     assert out.returncode == 4 and "taken back" in out.stderr and out.stdout == "", out
+    # Stored, but the answer is lost: nobody would know of its pods.
+    kube.api.lose = "POST"
+    out = kube.ctl("canary", "decode", "--image", "baton:1", *start[4:6], router=router)
+    assert out.returncode == 3 and "taken back" in out.stderr and kube.api.lose is None, out
+    assert ("llm", "deployments", "baton-decode-canary") not in kube.api.objects
+    controller.todo.join()
     # A deployment of that name which is none of ours stays.
     kube.api.add("deployments", "baton-decode-canary", 1)
     for args in (start, ["rollback", "decode", *start[4:]], ["promote", "decode", *start[4:]]):
