@@ -124,6 +124,7 @@ kn_sched_plan_ahead(struct kn_sched *sched, const struct kn_step_plan *running, 
     if (now_ns >= kn_sched_next_wake_ns(sched) || !goes_on(&a)) {
         return NULL;
     }
+    sched->now_ns = now_ns;
     a.plan = kn_sched_new_plan(sched);
     for (uint32_t i = 0; i < running->n_rows; i++) {
         const struct kn_plan_row *row = &running->rows[i];

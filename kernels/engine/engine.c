@@ -315,7 +315,12 @@ static bool begin_ahead(struct kn_engine *e,
 
     *ret_rc = BT_OK;
     if (kn_exec_may_follow(e->exec) && undisturbed(e)) {
-        plan = kn_sched_plan_ahead(e->sched, f->plan, bt_now_ns());
+        uint64_t now = bt_now_ns();
+
+        if (e->index) {
+            kv_index_set_time(e->index, now);
+        }
+        plan = kn_sched_plan_ahead(e->sched, f->plan, now);
     }
     if (plan) {
         *ret_rc = begin_step_of(e, next, plan, err);
