@@ -26,25 +26,46 @@ struct bt_warm {
     atomic_bool stop;
 };
 
-/* The number of bytes in a file of the control group; UINT64_MAX = "max", or there is none. */
-static uint64_t group_bytes(const char *path)
+/* The number of bytes in a file of a control group; UINT64_MAX = "max", or there is none. */
+static uint64_t group_bytes(const char *group, const char *name)
 {
     unsigned long long n = 0;
-    FILE *f = fopen(path, "re");
-    bool known = f && fscanf(f, "%llu", &n) == 1;
+    char path[4200];
+    FILE *f;
+    bool known;
 
+    snprintf(path, sizeof(path), "/sys/fs/cgroup%s/%s", group, name);
+    f = fopen(path, "re");
+    known = f && fscanf(f, "%llu", &n) == 1;
     if (f) {
         fclose(f);
     }
     return known ? n : UINT64_MAX;
 }
 
+/* This process's group (version 2), as seen from the mounted root; "" = the root, or not known. */
+static void own_group(char ret[4096])
+{
+    FILE *f = fopen("/proc/self/cgroup", "re");
+
+    ret[0] = '\0';
+    while (f && fgets(ret, 4096, f)) {
+        if (strncmp(ret, "0::/", 4) == 0) {
+            memmove(ret, ret + 3, strlen(ret + 3) + 1);
+            ret[strcspn(ret, "\n")] = '\0';
+            break;
+        }
+        ret[0] = '\0';
+    }
+    if (f) {
+        fclose(f);
+    }
+}
+
 uint64_t bt_mem_available(uint64_t *ret_total)
 {
-    uint64_t limit = group_bytes("/sys/fs/cgroup/memory.max");
-    uint64_t used = group_bytes("/sys/fs/cgroup/memory.current");
     unsigned long long kib, total = 0, available = 0;
-    char line[128];
+    char line[128], group[4096], *end;
     FILE *f = fopen("/proc/meminfo", "re");
 
     while (f && fgets(line, sizeof(line), f)) {
@@ -57,10 +78,20 @@ uint64_t bt_mem_available(uint64_t *ret_total)
     if (f) {
         fclose(f);
     }
-    if (limit < total && used != UINT64_MAX) {
-        total = limit;
-        available = BT_MIN(available, limit > used ? limit - used : 0);
-    }
+    own_group(group);
+    do { /* the group and those it lies in: each may have a limit */
+        uint64_t limit = group_bytes(group, "memory.max");
+        uint64_t used = group_bytes(group, "memory.current");
+
+        if (limit != UINT64_MAX && used != UINT64_MAX) {
+            total = BT_MIN(total, limit);
+            available = BT_MIN(available, limit > used ? limit - used : 0);
+        }
+        end = strrchr(group, '/');
+        if (end) {
+            *end = '\0';
+        }
+    } while (end);
     if (ret_total) {
         *ret_total = total;
     }
