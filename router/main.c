@@ -32,8 +32,8 @@ static const struct bt_conf_opt opts[] = {
                           "127.0.0.1:50050",
                           "Address for clients (gRPC); port 0 picks a free one."),
     BT_CONF_DURATION(struct rt_conf,
-                     grpc_ping_ns,
-                     "grpc.ping",
+                     ping_ns,
+                     "limits.ping",
                      "10s",
                      100,
                      3600000,
@@ -359,8 +359,8 @@ static int open_server(struct rt_router *r, struct bt_rpc_service *service, stru
         .max_message_bytes = r->conf->max_request_bytes,
         .max_queued_bytes = r->conf->max_queued_bytes,
         .max_calls = (int)r->conf->max_active + SPARE_CALLS,
-        .keepalive = {.time_ms = (int)(r->conf->grpc_ping_ns / BT_NS_PER_MS),
-                      .timeout_ms = (int)(r->conf->grpc_ping_ns / BT_NS_PER_MS),
+        .keepalive = {.time_ms = (int)(r->conf->ping_ns / BT_NS_PER_MS),
+                      .timeout_ms = (int)(r->conf->ping_ns / BT_NS_PER_MS),
                       .calls_only = true}};
     struct bt_str set = wire_descriptor_set();
     int port, rc;

@@ -45,7 +45,7 @@ struct rt_conf {
     char *weights;
     uint64_t max_request_bytes, max_queued_bytes;
     int64_t max_active, spin_us, local_below_tokens, retries, max_node_blocks;
-    uint64_t grpc_ping_ns;
+    uint64_t ping_ns;
     uint64_t wait_ns, node_silence_ns, drain_timeout_ns;
     struct rt_http_conf http;
 };

@@ -164,7 +164,8 @@ static bool put_small(struct bt_jsonw *w, double value, int decimals)
     if (decimals < 0 || decimals >= (int)BT_ARRAY_LEN(scales) || fabs(value) >= 1e9) {
         return false;
     }
-    /* At this size a double has no places left: rounded as printf does, ties to even. */
+    /* At this size a double has no places left: rounded, ties of the scaled value to even (printf
+     * looks at the value itself, so its last place may differ there by one). */
     n = (uint64_t)(fabs(value) * scales[decimals] + 0x1p52 - 0x1p52);
     unit = (uint64_t)scales[decimals];
     if (signbit(value)) {

@@ -58,6 +58,9 @@ void bt_rpc_args_server(struct bt_rpc_args *a,
 {
     args_common(a, ka, max_message_bytes);
     arg_int(a, GRPC_ARG_MAX_CONCURRENT_STREAMS, max_streams);
+    if (ka->calls_only) { /* core would count a client's own pings between calls against it */
+        arg_int(a, GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
+    }
     /* Without this a second process binds the same port in silence and takes half the calls. */
     arg_int(a, GRPC_ARG_ALLOW_REUSEPORT, 0);
     /* Fixed windows: a stream holds this much that nobody waits for, not what the link could carry;

@@ -329,8 +329,9 @@ static void pump_send(struct bt_rpc_call *call)
     }
     if (head) {
         ops[n].op = GRPC_OP_SEND_MESSAGE;
-        /* What follows at once takes it along: one write, one wake-up of the peer. */
-        ops[n].flags = bt_rpc_sendq_has_more(&call->sendq) ? GRPC_WRITE_BUFFER_HINT : 0;
+        /* What follows at once takes it along: one write, one wake-up of the peer. Not beside the
+         * headers: such a batch would wait for a write that it keeps from beginning. */
+        ops[n].flags = n == 0 && bt_rpc_sendq_has_more(&call->sendq) ? GRPC_WRITE_BUFFER_HINT : 0;
         ops[n++].data.send_message.send_message = head;
     }
     if (last) {
