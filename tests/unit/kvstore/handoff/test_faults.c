@@ -756,7 +756,7 @@ static void test_hostile_words_on_what_is_reached(void **state)
         ticket.method = (uint8_t)methods[i];
         m.reached = methods[i] == BT_NET_METHOD_PULL;
         attack_with(&p, &new_hello, &ticket, m, (struct bt_str){0});
-        assert_int_equal(a.ticketed, 1);
+        assert_int_equal(LOAD(a.ticketed), 1);
         kv_send_abort(a.send, BT_E_CANCELLED);
         assert_true(EVENTUALLY(LOAD(a.done)));
         prompt_free(&a, KV_OWNER_SEQ);
