@@ -115,9 +115,8 @@ void rt_request_keep_packed(struct rt_request *req, struct bt_str ids)
 /* *ret_field: of the message, borrows from the request. */
 static int pack_prompt(struct rt_request *req, ProtobufCMessageUnknownField *ret_field)
 {
-    size_t n = req->packed.n ? 0 : bt_varints_size(req->prompt.p, req->prompt.n);
-
-    if (n > 0) {
+    if (req->packed.n == 0) {
+        size_t n = bt_varints_size(req->prompt.p, req->prompt.n);
         int rc = begin_packed(req, n);
 
         if (rc < 0) {

@@ -149,8 +149,8 @@ int rt_model_ids(const struct rt_model *m,
     if (n == 0) {
         return BT_FAIL(err, BT_E_INVALID, "the prompt is empty");
     }
-    for (size_t i = 0; i < n;
-         i++) { /* its upper bit stays while ids are neither < 0 nor too large */
+    /* Its upper bit stays while ids are neither < 0 nor too large. */
+    for (size_t i = 0; i < n; i++) {
         good &= ~(uint32_t)given[i] & ((uint32_t)given[i] - (uint32_t)n_vocab);
     }
     for (size_t i = 0; !(good >> 31) && i < n; i++) {
