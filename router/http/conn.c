@@ -427,13 +427,21 @@ static void bad_request(struct rt_http_conn *c)
     rt_http_respond_error(c, status, NULL, NULL, why);
 }
 
-/* Looks for a line that begins with a blank (RFC 9112 5.2): it would go on with the header before
- * it, which readers understand differently, and the parser lets it pass. The bytes come in any
- * pieces, up to the end of the header. */
-static bool is_folded(struct rt_http_conn *c, const char *p, size_t n)
+static const char *end_in_line(const char *p, size_t n)
+{
+    const char *nl = memchr(p, '\n', n), *cr = memchr(p, '\r', nl ? (size_t)(nl - p) : n);
+
+    return cr ? cr : nl;
+}
+
+/* Looks for what readers understand differently and the parser lets pass: a line that begins with a
+ * blank (RFC 9112 5.2), which goes on with the header before it, and a carriage return without a
+ * newline (2.2), which ends a line or does not. The bytes come in any pieces, up to the end of the
+ * header. NULL, or what is wrong. */
+static const char *odd_line(struct rt_http_conn *c, const char *p, size_t n)
 {
     for (size_t i = 0; i < n && c->line != RT_HTTP_LINE_OVER; i++) {
-        const char *nl;
+        const char *end;
 
         switch (c->line) {
         case RT_HTTP_LINE_FIRST: /* empty lines before a request are passed over */
@@ -441,30 +449,45 @@ static bool is_folded(struct rt_http_conn *c, const char *p, size_t n)
             break;
         case RT_HTTP_LINE_BEGIN:
             if (p[i] == ' ' || p[i] == '\t') {
-                return true;
+                return "a header over several lines";
             }
-            c->line = p[i] == '\n' || p[i] == '\r' ? RT_HTTP_LINE_OVER : RT_HTTP_LINE_INSIDE;
+            c->line = p[i] == '\n'   ? RT_HTTP_LINE_OVER
+                      : p[i] == '\r' ? RT_HTTP_LINE_LAST_CR
+                                     : RT_HTTP_LINE_INSIDE;
+            break;
+        case RT_HTTP_LINE_CR:
+        case RT_HTTP_LINE_LAST_CR:
+            if (p[i] != '\n') {
+                return "a carriage return inside of a line";
+            }
+            c->line = c->line == RT_HTTP_LINE_CR ? RT_HTTP_LINE_BEGIN : RT_HTTP_LINE_OVER;
             break;
         case RT_HTTP_LINE_INSIDE:
         case RT_HTTP_LINE_OVER:
-            nl = memchr(p + i, '\n', n - i);
-            i = nl ? (size_t)(nl - p) : n;
-            c->line = nl ? RT_HTTP_LINE_BEGIN : RT_HTTP_LINE_INSIDE;
+            end = end_in_line(p + i, n - i);
+            i = end ? (size_t)(end - p) : n;
+            c->line = !end           ? RT_HTTP_LINE_INSIDE
+                      : *end == '\r' ? RT_HTTP_LINE_CR
+                                     : RT_HTTP_LINE_BEGIN;
             break;
         }
     }
-    return false;
+    return NULL;
 }
 
 /* Feeds the parser; what is behind the end of a request stays in `in`. */
 static void parse(struct rt_http_conn *c, const char *p, size_t n)
 {
+    const char *odd = NULL;
     size_t used;
     enum http_errno e;
 
-    if ((c->phase == RT_HTTP_IDLE || c->phase == RT_HTTP_HEADER) && is_folded(c, p, n)) {
+    if (c->phase == RT_HTTP_IDLE || c->phase == RT_HTTP_HEADER) {
+        odd = odd_line(c, p, n);
+    }
+    if (odd) {
         c->in.n = 0;
-        refuse(c, 400, "a header over several lines");
+        refuse(c, 400, odd);
         bad_request(c);
         return;
     }

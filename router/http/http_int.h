@@ -135,7 +135,9 @@ enum rt_http_line {
     RT_HTTP_LINE_FIRST, /* nothing of the request has come */
     RT_HTTP_LINE_INSIDE,
     RT_HTTP_LINE_BEGIN,
-    RT_HTTP_LINE_OVER, /* the header is whole, or is none */
+    RT_HTTP_LINE_CR,      /* behind the carriage return of a line */
+    RT_HTTP_LINE_LAST_CR, /* of the empty one that ends the header */
+    RT_HTTP_LINE_OVER,    /* the header is whole, or is none */
 };
 
 struct rt_http_conn {

@@ -339,6 +339,20 @@ def test_headers_in_pieces_are_whole_and_folded_ones_are_not(h, value):
                 assert status(s.all()) == (400 if folded else 200), (folded, at)
 
 
+@pytest.mark.parametrize("header", [b"X: a\rb\r\n\r\n", b"X:\ra\n \r\n\r\n", b"X: a\r\n\rb\n\r\n", b"X: a\r\r\n\r\n"])
+def test_SEC_05_a_bare_carriage_return_is_no_end_of_a_line(h, header):
+    """Readers differ on where such a header ends: what one takes for a header is a request to another."""
+    data = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + header
+    for parts in ([data], [data[i:i + 1] for i in range(len(data))]):
+        with Raw(h) as s:
+            s.s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for part in parts:
+                s.send_some(part)
+            assert status(s.all()) == 400, header
+    with Raw(h) as s:  # newlines alone are taken (RFC 9112 2.2)
+        assert status(s.send(b"GET /health HTTP/1.1\nHost: x\nConnection: close\n\n").all()) == 200
+
+
 def test_chunked_body_in_pieces(h):
     body = post().split(b"\r\n\r\n", 1)[1]
     data = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + \
