@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <inttypes.h>
 #include <poll.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <sys/random.h>
 #include <sys/socket.h>
@@ -33,6 +34,47 @@ int redis_wait(struct redis_conn *c, short events, uint64_t deadline_ns)
         }
     }
 }
+
+/* --- what answers may be --------------------------------------------------------------------- */
+
+#if HIREDIS_MAJOR < 1
+static redisReplyObjectFunctions bounded; /* as hiredis's own but for the arrays */
+static void *(*make_array)(const redisReadTask *task, int n);
+static pthread_once_t bounded_once = PTHREAD_ONCE_INIT;
+
+static void *make_bounded_array(const redisReadTask *task, int n)
+{
+    return n >= 0 && n <= REDIS_ELEMENTS_MAX ? make_array(task, n) : NULL;
+}
+
+static void init_bounded(void)
+{
+    redisReader *r = redisReaderCreate();
+
+    if (r) {
+        bounded = *r->fn;
+        make_array = bounded.createArray;
+        bounded.createArray = make_bounded_array;
+        redisReaderFree(r);
+    }
+}
+
+int redis_bound(redisReader *reader)
+{
+    pthread_once(&bounded_once, init_bounded);
+    if (!make_array) {
+        return BT_E_NOMEM;
+    }
+    reader->fn = &bounded;
+    return BT_OK;
+}
+#else
+int redis_bound(redisReader *reader)
+{
+    reader->maxelements = REDIS_ELEMENTS_MAX;
+    return BT_OK;
+}
+#endif
 
 void redis_close(struct redis_conn *c)
 {
@@ -361,7 +403,7 @@ static int dial(struct redis_conn *c, const struct redis_target *to, struct bt_e
         return rc;
     }
     c->ctx = p.is_unix ? redisConnectUnixNonBlock(p.host) : redisConnectNonBlock(p.host, p.port);
-    if (!c->ctx) {
+    if (!c->ctx || redis_bound(c->ctx->reader) < 0) {
         return BT_FAIL(err, BT_E_NOMEM, "redis: out of memory");
     }
     if (c->ctx->err) {

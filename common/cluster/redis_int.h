@@ -11,8 +11,11 @@
 #include <hiredis/hiredis.h>
 
 #define REDIS_REPLY_MAX (16u << 20) /* bytes of answers to one exchange */
-#define REDIS_ARGS_MAX  300         /* parts of one command */
-#define REDIS_KEY_MAX   192         /* bytes of a key, terminator included */
+/* Elements of an array in an answer. hiredis allocates as many as are announced before any of them
+ * has come: without a limit, 16 GiB for a dozen bytes. */
+#define REDIS_ELEMENTS_MAX 65536
+#define REDIS_ARGS_MAX     300 /* parts of one command */
+#define REDIS_KEY_MAX      192 /* bytes of a key, terminator included */
 
 struct redis_conn {
     redisContext *ctx; /* NULL = not connected */
@@ -46,6 +49,9 @@ void redis_free_replies(redisReply **replies, size_t n);
 int redis_write_some(struct redis_conn *c, bool *ret_done, struct bt_err *err) BT_MUST_USE;
 int redis_read_some(struct redis_conn *c, struct bt_err *err) BT_MUST_USE;
 int redis_next_reply(struct redis_conn *c, redisReply **ret_reply, struct bt_err *err) BT_MUST_USE;
+
+/* Sets the limits of what is read as an answer; longer arrays are an error. BT_E_NOMEM. */
+int redis_bound(redisReader *reader) BT_MUST_USE;
 
 /* Waits for poll(2) events on the connection; BT_E_DEADLINE when the time is over. */
 int redis_wait(struct redis_conn *c, short events, uint64_t deadline_ns);
