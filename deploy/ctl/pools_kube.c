@@ -9,9 +9,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LOOK_NS      (200 * BT_NS_PER_MS)
-#define CONFLICT_NS  (20 * BT_NS_PER_MS)
-#define REPLICAS_MAX 10000 /* more is no answer of a server that means well */
+#define LOOK_NS     (200 * BT_NS_PER_MS)
+#define CONFLICT_NS (20 * BT_NS_PER_MS)
 
 static const struct kube *kube_of(const struct ctl_pools *p)
 {
@@ -82,7 +81,7 @@ plan(struct ctl_pools *p, struct ctl_size *s, size_t n, json_t *names, uint64_t 
         }
         s[i].from = number(scale, "spec", "replicas");
         json_decref(scale);
-        if (s[i].from < 0 || s[i].from > REPLICAS_MAX) {
+        if (s[i].from < 0 || s[i].from > KUBE_REPLICAS_MAX) {
             fprintf(stderr, "batonctl: %s: %lld replicas are not to be believed\n", path,
                     (long long)s[i].from);
             return CTL_FAILED;

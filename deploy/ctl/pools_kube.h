@@ -18,6 +18,8 @@ int kube_pools_read(const struct ctl_pools *p,
                     uint64_t deadline_ns,
                     json_t **ret);
 
+#define KUBE_REPLICAS_MAX 10000 /* more is no answer of a server that means well */
+
 #define KUBE_RELEASE "BATON_RELEASE" /* option `release` of nodes */
 
 /* What an object has under names, one below the other (c may be NULL); NULL where one is missing.

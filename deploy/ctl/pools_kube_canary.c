@@ -66,7 +66,15 @@ read_set(struct ctl_pools *p, const char *role, char path[600], uint64_t deadlin
     if (code == CTL_OK && !json_string_value(json_object_get(kube_container_of(*ret), "image"))) {
         fprintf(stderr, "batonctl: %s has no container with an image\n", path);
         json_decref(*ret);
-        code = CTL_FAILED;
+        return CTL_FAILED;
+    }
+    if (code == CTL_OK &&
+        (kube_replicas_of(*ret) < 0 || kube_replicas_of(*ret) > KUBE_REPLICAS_MAX ||
+         partition_of(*ret) < 0 || partition_of(*ret) > INT32_MAX)) {
+        fprintf(stderr, "batonctl: %s: %lld replicas from %lld on are not to be believed\n", path,
+                (long long)kube_replicas_of(*ret), (long long)partition_of(*ret));
+        json_decref(*ret);
+        return CTL_FAILED;
     }
     return code;
 }

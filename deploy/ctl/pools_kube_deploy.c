@@ -97,12 +97,12 @@ list_pods(struct ctl_pools *p, const struct ctl_canary *c, uint64_t deadline_ns,
 
 static void set_release(json_t *container, const char *release)
 {
-    json_t *env = json_object_get(container, "env");
+    json_t *env;
 
-    if (!env) {
-        env = json_array();
-        json_object_set_new(container, "env", env);
+    if (!json_is_array(json_object_get(container, "env"))) {
+        json_object_set_new(container, "env", json_array());
     }
+    env = json_object_get(container, "env");
     for (size_t i = json_array_size(env); i-- > 0;) {
         const char *name = json_string_value(json_object_get(json_array_get(env, i), "name"));
 
@@ -117,13 +117,10 @@ static void set_release(json_t *container, const char *release)
 
 static void add_label(json_t *o, const char *key, const char *name)
 {
-    json_t *labels = json_object_get(o, key);
-
-    if (!labels) {
-        labels = json_object();
-        json_object_set_new(o, key, labels);
+    if (!json_is_object(json_object_get(o, key))) {
+        json_object_set_new(o, key, json_object());
     }
-    json_object_set_new(labels, LABEL, json_string(name));
+    json_object_set_new(json_object_get(o, key), LABEL, json_string(name));
 }
 
 /* Of the role's object only what somebody has written, not what the server has added. */
@@ -136,11 +133,10 @@ make(const struct ctl_pools *p, const struct ctl_canary *c, const json_t *role, 
     json_t *container =
         json_array_get(json_object_get(json_object_get(template, "spec"), "containers"), 0);
 
-    meta = json_object_get(template, "metadata");
-    if (!meta) {
-        meta = json_object();
-        json_object_set_new(template, "metadata", meta);
+    if (!json_is_object(json_object_get(template, "metadata"))) {
+        json_object_set_new(template, "metadata", json_object());
     }
+    meta = json_object_get(template, "metadata");
     add_label(meta, "labels", name);
     json_object_del(meta, "creationTimestamp");
     add_label(json_object_get(spec, "selector"), "matchLabels", name);
