@@ -220,6 +220,34 @@ out:
 
 /* --- canaries -------------------------------------------------------------------------------- */
 
+static void canary_name(const struct sv_role *base, char ret[SV_NAME_MAX + 1])
+{
+    snprintf(ret, SV_NAME_MAX + 1, "%.*s-canary", SV_NAME_MAX - 7, base->name);
+}
+
+struct sv_role *sv_role_canary_of(const struct sv *sv, const struct sv_role *base)
+{
+    char name[SV_NAME_MAX + 1];
+    struct sv_role *role;
+
+    canary_name(base, name);
+    role = sv_role_find(sv, name);
+    return role && role->canary && sv_role_base_of(sv, name) == base ? role : NULL;
+}
+
+struct sv_role *sv_role_base_of(const struct sv *sv, const char *canary)
+{
+    char name[SV_NAME_MAX + 1];
+
+    for (size_t i = 0; i < sv->n_roles; i++) {
+        canary_name(sv->roles[i], name);
+        if (!sv->roles[i]->canary && strcmp(name, canary) == 0) {
+            return sv->roles[i];
+        }
+    }
+    return NULL;
+}
+
 static int copy_command(struct sv_role *to, const struct sv_role *from, const char *binary)
 {
     char **command = bt_calloc(from->n_command, sizeof(*command));
@@ -274,7 +302,12 @@ int sv_role_canary(struct sv *sv,
     if (rc < 0) {
         return BT_FAIL(err, rc, "no memory for a canary");
     }
-    snprintf(role->name, sizeof(role->name), "%.*s-canary", SV_NAME_MAX - 7, base->name);
+    canary_name(base, role->name);
+    if (sv_role_find(sv, role->name) || sv_role_base_of(sv, role->name) != base) {
+        rc = BT_FAIL(err, BT_E_EXISTS, "the name %s is taken", role->name);
+        sv_role_free(role);
+        return rc;
+    }
     role->canary = true;
     role->stop_ns = base->stop_ns;
     role->ready = base->ready ? strdup(base->ready) : NULL;

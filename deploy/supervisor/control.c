@@ -205,14 +205,6 @@ static json_t *do_flip(struct sv *sv, const json_t *m)
     return accepted(json_pack("[s]", c->name));
 }
 
-static struct sv_role *canary_of(const struct sv *sv, const struct sv_role *role)
-{
-    char name[SV_NAME_MAX + 1];
-
-    snprintf(name, sizeof(name), "%.*s-canary", SV_NAME_MAX - 7, role->name);
-    return sv_role_find(sv, name);
-}
-
 static json_t *do_canary(struct sv *sv, const json_t *m)
 {
     const char *binary = text_in(m, "binary"), *release = text_in(m, "release");
@@ -230,7 +222,7 @@ static json_t *do_canary(struct sv *sv, const json_t *m)
                        "%d replicas",
                        SV_MAX_REPLICAS);
     }
-    if (canary_of(sv, role)) {
+    if (sv_role_canary_of(sv, role)) {
         return refusal("invalid", "%s has a canary already: promote it or roll it back",
                        role->name);
     }
@@ -245,7 +237,7 @@ static json_t *do_canary(struct sv *sv, const json_t *m)
     }
     BT_INFO("canary", "role=%s binary=\"%s\" release=\"%s\"", role->name, binary ? binary : "",
             release ? release : "");
-    sv_role_scale(sv, canary_of(sv, role), (unsigned)n);
+    sv_role_scale(sv, sv_role_canary_of(sv, role), (unsigned)n);
     return accepted(NULL);
 }
 
@@ -258,7 +250,7 @@ static json_t *end_canary(struct sv *sv, const json_t *m, bool promote)
     if (!role) {
         return bad;
     }
-    canary = canary_of(sv, role);
+    canary = sv_role_canary_of(sv, role);
     if (!canary || canary->wanted == 0) {
         return refusal("not_found", "%s has no canary", role->name);
     }

@@ -15,6 +15,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <unistd.h>
@@ -72,6 +73,16 @@ void sv_state_write(struct sv *sv)
 
 /* --- reading --------------------------------------------------------------------------------- */
 
+static bool has_index(const struct sv_role *role, unsigned index)
+{
+    bt_list_for_each (it, &role->childs) {
+        if (BT_LIST_ENTRY(it, struct sv_child, link)->index == index) {
+            return true;
+        }
+    }
+    return false;
+}
+
 static void take_process(struct sv *sv, struct sv_role *role, const json_t *v)
 {
     json_int_t index = json_integer_value(json_object_get(v, "index"));
@@ -79,7 +90,8 @@ static void take_process(struct sv *sv, struct sv_role *role, const json_t *v)
     json_int_t started = json_integer_value(json_object_get(v, "started"));
     struct sv_child *c;
 
-    if (index < 0 || index >= SV_MAX_REPLICAS || pid <= 0 || started <= 0) {
+    if (index < 0 || index >= SV_MAX_REPLICAS || pid <= 0 || pid > INT_MAX || started <= 0 ||
+        has_index(role, (unsigned)index)) {
         return;
     }
     c = sv_child_add(role, (unsigned)index);
@@ -97,20 +109,16 @@ static const char *text_in(const json_t *v, const char *key)
 static struct sv_role *role_of(struct sv *sv, const json_t *v)
 {
     const char *name = text_in(v, "name"), *binary = text_in(v, "binary");
-    char base[SV_NAME_MAX + 1];
     struct sv_role *role;
-    size_t n;
 
     if (!name || strlen(name) > SV_NAME_MAX) {
         return NULL;
     }
     role = sv_role_find(sv, name);
-    n = strlen(name);
-    if (role || !json_is_true(json_object_get(v, "canary")) || n < 8) {
+    if (role || !json_is_true(json_object_get(v, "canary"))) {
         return role;
     }
-    snprintf(base, sizeof(base), "%.*s", (int)(n - 7), name); /* less "-canary" */
-    role = sv_role_find(sv, base);
+    role = sv_role_base_of(sv, name);
     if (!role || sv_role_canary(sv, role, binary, text_in(v, "release"), NULL) < 0) {
         return NULL;
     }

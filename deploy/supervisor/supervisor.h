@@ -83,12 +83,17 @@ struct sv {
 /* --- config.c --- */
 /* Reads roles from a JSON file. BT_E_CONFIG names what is wrong. */
 int sv_config_read(struct sv *sv, const char *path, struct bt_err *err) BT_MUST_USE;
-/* Of role `base`, with another binary (NULL = the same) and release. Placed behind it. */
+/* Of role `base`, with another binary (NULL = the same) and release. Placed behind it.
+ * BT_E_EXISTS: another role has the name. */
 int sv_role_canary(struct sv *sv,
                    const struct sv_role *base,
                    const char *binary,
                    const char *release,
                    struct bt_err *err) BT_MUST_USE;
+/* The canary of a role, and the role that a canary of this name would be of; NULL: there is none.
+ */
+struct sv_role *sv_role_canary_of(const struct sv *sv, const struct sv_role *base);
+struct sv_role *sv_role_base_of(const struct sv *sv, const char *canary);
 /* The role takes the command and release of `from`. */
 int sv_role_take(struct sv_role *role, const struct sv_role *from) BT_MUST_USE;
 void sv_role_free(struct sv_role *role);
