@@ -426,6 +426,9 @@ static int list(int sock,
             return rc;
         }
         kv_packet_drop(&p);
+        if (!p.rows.last && bt_now_ns() >= deadline_ns) {
+            return BT_FAIL(err, BT_E_DEADLINE, "the keeper's list does not end");
+        }
         for (uint32_t i = 0; i < BT_MIN(p.rows.n, (uint32_t)KV_KEEPER_ROWS_MAX) && n < max; i++) {
             rows[n++] = p.rows.rows[i];
         }
