@@ -132,7 +132,7 @@ static void do_hello(void *arg)
     for (size_t i = 0; i < sizeof(data); i++) {
         data[i] = (char)i;
     }
-    for (size_t i = 0; i < BT_ARRAY_LEN(sizes); i++) {
+    for (size_t i = 0; s->peer && i < BT_ARRAY_LEN(sizes); i++) {
         s->rc |= bt_net_send(s->peer, BT_STR("head"), (struct bt_str){data, sizes[i]}, NULL, NULL);
     }
 }
@@ -190,6 +190,25 @@ static size_t others_than(const struct side *s, int byte)
     return n;
 }
 
+/* Where every instruction is emulated, a connection may take longer to come up than the net grants
+ * it; then nothing was delivered, and it is tried again. */
+static void connect_pair(struct side *a, struct side *b)
+{
+    for (int tries = 0; tries < 5; tries++) {
+        side_on_net(a->net, do_connect, a);
+        assert_int_equal(a->rc, BT_OK);
+        side_on_net(a->net, do_hello, a);
+        assert_int_equal(a->rc, BT_OK);
+        assert_true(EVENTUALLY(LOAD(b->messages) == 7 || LOAD(a->closed) == 1));
+        if (LOAD(b->messages) > 0) {
+            return;
+        }
+        printf("the connection did not come up\n");
+        assert_true(EVENTUALLY(!LOAD(b->peer)));
+        a->closed = b->closed = 0;
+    }
+}
+
 /* b's memory is registered, a has its key, messages have gone both ways. */
 static void open_pair(struct side *a, struct side *b)
 {
@@ -200,10 +219,7 @@ static void open_pair(struct side *a, struct side *b)
     memset(b->mem.base, 0x11, BYTES);
     side_on_net(b->net, do_register, b);
     assert_int_equal(b->rc, BT_OK);
-    side_on_net(a->net, do_connect, a);
-    assert_int_equal(a->rc, BT_OK);
-    side_on_net(a->net, do_hello, a);
-    assert_int_equal(a->rc, BT_OK);
+    connect_pair(a, b);
     assert_true(EVENTUALLY(LOAD(b->messages) == 7));
     side_on_net(b->net, do_hello, b);
     assert_true(EVENTUALLY(LOAD(a->messages) == 7));
