@@ -5,8 +5,8 @@
 
 #include "common/base/buf.h"
 #include "common/obs/log.h"
+#include "common/thr/cond.h"
 #include "common/thr/thread.h"
-#include "common/thr/time.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -77,14 +77,10 @@ static void reopen(struct bt_lines *l)
 /* Until there is something to do; under the lock. */
 static void wait_for_lines(struct bt_lines *l)
 {
-    struct timespec until;
+    uint64_t until = bt_deadline_ns(PAUSE_NS);
 
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    until.tv_nsec += (long)PAUSE_NS;
-    until.tv_sec += until.tv_nsec / (long)BT_NS_PER_S;
-    until.tv_nsec %= (long)BT_NS_PER_S;
     while (!l->reopen && !l->quit && l->adding.n < MAX_BYTES / 2 &&
-           pthread_cond_timedwait(&l->cond, &l->lock, &until) != ETIMEDOUT) {
+           bt_cond_until(&l->cond, &l->lock, until)) {
     }
     l->sleeping = true;
     while (l->adding.n == 0 && !l->reopen && !l->quit) {
@@ -183,17 +179,13 @@ static void destroy(struct bt_lines *l)
 int bt_lines_open(const char *path, struct bt_lines **ret_lines, struct bt_err *err)
 {
     struct bt_lines *l = bt_calloc(1, sizeof(*l));
-    pthread_condattr_t monotonic;
     int rc;
 
     if (!l) {
         return BT_FAIL(err, BT_E_NOMEM, "%.100s: no memory", path);
     }
     pthread_mutex_init(&l->lock, NULL);
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&l->cond, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    bt_cond_init(&l->cond);
     l->owns_fd = strcmp(path, "-") != 0;
     l->path = strdup(path);
     l->fd = l->owns_fd ? open_file(path) : STDOUT_FILENO;

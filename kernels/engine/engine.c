@@ -10,8 +10,8 @@
 
 #include "common/base/buf.h"
 #include "common/obs/log.h"
+#include "common/thr/cond.h"
 #include "common/thr/thread.h"
-#include "common/thr/time.h"
 #include "kernels/core/device.h"
 #include "kernels/core/profile.h"
 
@@ -208,18 +208,15 @@ static void on_layer_wait(void *arg, int layer)
     struct layer_arg *a = arg;
     struct kn_engine *e = a->e;
     uint64_t begin = bt_now_ns(), left = a->plan->stall_ns, end, waited;
-    struct timespec until;
 
     if (kn_sched_layer_ready(e->sched, a->plan, layer)) {
         return;
     }
     left = left > a->waited_ns ? left - a->waited_ns : 0;
     end = begin + left;
-    until = (struct timespec){.tv_sec = (time_t)(end / BT_NS_PER_S),
-                              .tv_nsec = (long)(end % BT_NS_PER_S)};
     pthread_mutex_lock(&e->progress_lock);
     while (!kn_sched_layer_ready(e->sched, a->plan, layer) &&
-           pthread_cond_timedwait(&e->progress_cond, &e->progress_lock, &until) == 0) {
+           bt_cond_until(&e->progress_cond, &e->progress_lock, end)) {
     }
     pthread_mutex_unlock(&e->progress_lock);
     waited = bt_now_ns() - begin;
@@ -591,7 +588,6 @@ int kn_engine_create(const struct kn_engine_cfg *cfg,
                      struct kn_engine **ret_engine,
                      struct bt_err *err)
 {
-    pthread_condattr_t attr;
     struct kn_engine *e;
     int rc = check_cfg(cfg, err);
 
@@ -610,10 +606,7 @@ int kn_engine_create(const struct kn_engine_cfg *cfg,
     e->max_ctx = cfg->max_ctx > 0 ? cfg->max_ctx : bt_model_config(cfg->file)->n_ctx;
     bt_mailbox_init(&e->mailbox, bt_eventfd_wake, &e->wake_fd);
     pthread_mutex_init(&e->progress_lock, NULL);
-    pthread_condattr_init(&attr);
-    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
-    pthread_cond_init(&e->progress_cond, &attr);
-    pthread_condattr_destroy(&attr);
+    bt_cond_init(&e->progress_cond);
     rc = create_pool(e, err);
     rc = rc < 0 ? rc : create_exec(e, err);
     rc = rc < 0 ? rc : create_index(e, err);

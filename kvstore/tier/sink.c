@@ -285,7 +285,7 @@ void *kv_sink_run(void *tiers)
             sink_one(t, b);
         } else {
             pthread_cond_broadcast(&t->changed); /* a flush may be over */
-            kv_cond_until(t, &t->sink, b ? until : BT_NEVER_NS);
+            bt_cond_until(&t->sink, &t->lock, b ? until : BT_NEVER_NS);
         }
     }
     pthread_mutex_unlock(&t->lock);
@@ -305,7 +305,7 @@ void kv_tiers_flush(struct kv_tiers *t, uint64_t deadline_ns)
     kv_sink_wake(t);
     while (bt_now_ns() < deadline_ns && t->n_failures == failures && !t->stop &&
            (pick(t) || t->writing)) {
-        kv_cond_until(t, &t->changed, deadline_ns);
+        bt_cond_until(&t->changed, &t->lock, deadline_ns);
     }
     t->n_flushing--;
     pthread_mutex_unlock(&t->lock);

@@ -131,15 +131,11 @@ static int check(const struct kv_tiers_cfg *cfg, struct bt_err *err)
 static void init_sync(struct kv_tiers *t)
 {
     pthread_cond_t *conds[] = {&t->work, &t->offered, &t->changed, &t->sink, &t->told};
-    pthread_condattr_t attr;
 
     pthread_mutex_init(&t->lock, NULL);
-    pthread_condattr_init(&attr);
-    pthread_condattr_setclock(&attr, CLOCK_MONOTONIC);
     for (size_t i = 0; i < BT_ARRAY_LEN(conds); i++) {
-        pthread_cond_init(conds[i], &attr);
+        bt_cond_init(conds[i]);
     }
-    pthread_condattr_destroy(&attr);
     bt_list_init(&t->jobs);
     bt_list_init(&t->offers);
     bt_list_init(&t->disk_lru);

@@ -6,8 +6,8 @@
 #ifndef KV_TIER_TIERS_INT_H
 #define KV_TIER_TIERS_INT_H
 
+#include "common/thr/cond.h"
 #include "common/thr/thread.h"
-#include "common/thr/time.h"
 #include "kvstore/tier/arena.h"
 #include "kvstore/tier/disk.h"
 #include "kvstore/tier/tiers.h"
@@ -206,8 +206,6 @@ void kv_load_forget(struct kv_tiers *t, struct kv_job *job);
 void kv_job_push(struct kv_tiers *t, struct kv_job *job);
 /* Waits until `bytes` may move; lock held, given up meanwhile. False: cancelled or stopped. */
 bool kv_limit_wait(struct kv_tiers *t, struct kv_limit *l, uint64_t bytes, atomic_bool *cancelled);
-/* Waits for `cond` until deadline_ns (monotonic); lock held. */
-void kv_cond_until(struct kv_tiers *t, pthread_cond_t *cond, uint64_t deadline_ns);
 
 /* ---- sink.c ---- */
 

@@ -17,18 +17,6 @@ static struct kv_tiers *tiers_of(struct kv_source *src)
 
 /* ---- waiting ---- */
 
-void kv_cond_until(struct kv_tiers *t, pthread_cond_t *cond, uint64_t deadline_ns)
-{
-    struct timespec ts = {.tv_sec = (time_t)(deadline_ns / BT_NS_PER_S),
-                          .tv_nsec = (long)(deadline_ns % BT_NS_PER_S)};
-
-    if (deadline_ns == BT_NEVER_NS) {
-        pthread_cond_wait(cond, &t->lock);
-    } else {
-        pthread_cond_timedwait(cond, &t->lock, &ts);
-    }
-}
-
 bool kv_limit_wait(struct kv_tiers *t, struct kv_limit *l, uint64_t bytes, atomic_bool *cancelled)
 {
     uint64_t end = BT_MAX(bt_now_ns(), l->next_ns) +
@@ -39,7 +27,7 @@ bool kv_limit_wait(struct kv_tiers *t, struct kv_limit *l, uint64_t bytes, atomi
         if (bt_now_ns() >= end) {
             return true;
         }
-        kv_cond_until(t, &t->changed, end);
+        bt_cond_until(&t->changed, &t->lock, end);
     }
     return false;
 }
