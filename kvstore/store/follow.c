@@ -2,80 +2,44 @@
 #include "kvstore/store/follow.h"
 
 #include "common/base/buf.h"
+#include "kvstore/block/event_msg.h"
 
 #include <stdlib.h>
 
 #define BATCH          2048 /* changes in a message */
 #define SNAPSHOT_BATCH 8192 /* blocks in a part of a snapshot */
 
-_Static_assert((int)BATON__V1__CACHE_CHANGE__CACHE_STORED == (int)KV_EVENT_STORED &&
-                   (int)BATON__V1__CACHE_CHANGE__CACHE_REMOVED == (int)KV_EVENT_REMOVED &&
-                   (int)BATON__V1__CACHE_CHANGE__CACHE_CLEARED == (int)KV_EVENT_CLEARED,
-               "sent as they are");
-
 static int send_snapshot_part(struct kv_follow *f)
 {
     Baton__V1__NodeMessage m = BATON__V1__NODE_MESSAGE__INIT;
     Baton__V1__CacheSnapshot part = BATON__V1__CACHE_SNAPSHOT__INIT;
-    struct kv_event_snapshot *snap = &f->snapshot;
-    size_t at = f->snapshot_at, total = snap->first[KV_EVENT_TIERS], n;
-    unsigned tier = 0;
     int rc;
 
-    while (tier + 1 < KV_EVENT_TIERS && at >= snap->first[tier + 1]) {
-        tier++;
-    }
-    n = BT_MIN(snap->first[tier + 1] - at, (size_t)SNAPSHOT_BATCH);
-    part.seq = snap->seq;
-    part.first = at == 0;
-    part.before = at;
-    part.last = at + n == total;
-    part.tier = (Baton__V1__CacheTier)tier;
-    part.n_blocks = n;
-    part.blocks = snap->fingerprints + at;
+    kv_event_msg_part(&f->snapshot, f->snapshot_at, SNAPSHOT_BATCH, &part);
     m.kind_case = BATON__V1__NODE_MESSAGE__KIND_SNAPSHOT;
     m.snapshot = &part;
     rc = bt_rpc_call_send(f->call, &m.base);
-    f->snapshot_at += n;
+    f->snapshot_at += part.n_blocks;
     if (rc == BT_OK && part.last) {
-        f->seq = snap->seq;
+        f->seq = part.seq;
         kv_follow_end(f);
     }
     return rc;
 }
 
-/* Runs of equal kind and tier become one CacheEvent. */
 static int send_events(struct kv_follow *f, const struct kv_event *ev, size_t n)
 {
     Baton__V1__NodeMessage m = BATON__V1__NODE_MESSAGE__INIT;
     Baton__V1__CacheEvents events = BATON__V1__CACHE_EVENTS__INIT;
-    Baton__V1__CacheEvent *runs = bt_calloc(n, sizeof(*runs));
-    Baton__V1__CacheEvent **ptrs = bt_calloc(n, sizeof(*ptrs));
-    uint64_t *fps = bt_calloc(n, sizeof(*fps));
-    size_t n_runs = 0;
+    struct kv_event_room room = {bt_calloc(n, sizeof(*room.runs)), bt_calloc(n, sizeof(*room.ptrs)),
+                                 bt_calloc(n, sizeof(*room.fingerprints))};
     int rc = BT_E_NOMEM;
 
-    if (!runs || !ptrs || !fps) {
+    if (!room.runs || !room.ptrs || !room.fingerprints) {
         goto out;
     }
-    for (size_t i = 0; i < n; i++) {
-        Baton__V1__CacheEvent *r = n_runs ? &runs[n_runs - 1] : NULL;
-
-        fps[i] = ev[i].fingerprint;
-        if (!r || ev[i].kind == KV_EVENT_CLEARED || (int)r->change != (int)ev[i].kind ||
-            (int)r->tier != (int)ev[i].tier) {
-            r = ptrs[n_runs] = &runs[n_runs];
-            n_runs++;
-            baton__v1__cache_event__init(r);
-            r->change = (Baton__V1__CacheChange)ev[i].kind;
-            r->tier = (Baton__V1__CacheTier)ev[i].tier;
-            r->blocks = fps + i;
-        }
-        r->n_blocks += ev[i].kind != KV_EVENT_CLEARED;
-    }
+    kv_event_msg_fill(ev, n, &room, &events);
     events.seq = f->seq + 1;
-    events.n_events = n_runs;
-    events.events = ptrs;
     m.kind_case = BATON__V1__NODE_MESSAGE__KIND_EVENTS;
     m.events = &events;
     rc = bt_rpc_call_send(f->call, &m.base);
@@ -83,9 +47,9 @@ static int send_events(struct kv_follow *f, const struct kv_event *ev, size_t n)
         f->seq += n;
     }
 out:
-    free(runs);
-    free(ptrs);
-    free(fps);
+    free(room.runs);
+    free(room.ptrs);
+    free(room.fingerprints);
     return rc;
 }
 
@@ -148,16 +112,5 @@ void kv_follow_fill_load(const struct kv_event_log *log,
                          struct kv_follow_tiers *buf,
                          Baton__V1__NodeLoad *m)
 {
-    m->cache_seq = kv_event_log_seq(log);
-    for (unsigned t = 0; t < KV_EVENT_TIERS; t++) {
-        struct kv_digest d = kv_event_log_digest(log, t);
-
-        baton__v1__cache_tier_state__init(&buf->at[t]);
-        buf->at[t].tier = (Baton__V1__CacheTier)t;
-        buf->at[t].blocks = d.n;
-        buf->at[t].sum = d.sum;
-        buf->ptrs[t] = &buf->at[t];
-    }
-    m->n_tiers = KV_EVENT_TIERS;
-    m->tiers = buf->ptrs;
+    kv_event_msg_digests(log, buf->at, buf->ptrs, m);
 }

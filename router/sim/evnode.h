@@ -5,8 +5,7 @@
 #define RT_SIM_EVNODE_H
 
 #include "common/base/buf.h"
-#include "kvstore/block/events.h"
-#include "proto/node.pb-c.h"
+#include "kvstore/block/event_msg.h"
 
 #include <stdlib.h>
 
@@ -51,25 +50,13 @@ static inline struct evnode_msg evnode_part(struct evnode *e)
     Baton__V1__NodeMessage m = BATON__V1__NODE_MESSAGE__INIT;
     Baton__V1__CacheSnapshot part = BATON__V1__CACHE_SNAPSHOT__INIT;
     struct evnode_msg out;
-    unsigned tier = 0;
-    size_t n;
 
-    while (tier + 1 < KV_EVENT_TIERS && e->snap_at >= e->snap.first[tier + 1]) {
-        tier++;
-    }
-    n = BT_MIN(e->snap.first[tier + 1] - e->snap_at, (size_t)EVNODE_PART);
-    part.seq = e->snap.seq;
+    kv_event_msg_part(&e->snap, e->snap_at, EVNODE_PART, &part);
     part.rank = e->rank;
-    part.first = e->snap_at == 0;
-    part.before = e->snap_at;
-    part.last = e->snap_at + n == e->snap.first[KV_EVENT_TIERS];
-    part.tier = (Baton__V1__CacheTier)tier;
-    part.n_blocks = n;
-    part.blocks = e->snap.fingerprints + e->snap_at;
     m.kind_case = BATON__V1__NODE_MESSAGE__KIND_SNAPSHOT;
     m.snapshot = &part;
     out = evnode_pack(&m);
-    e->snap_at += n;
+    e->snap_at += part.n_blocks;
     if (part.last) {
         e->seq = e->snap.seq;
         free(e->snap.fingerprints);
@@ -86,7 +73,8 @@ static inline struct evnode_msg evnode_next(struct evnode *e)
     Baton__V1__CacheEvent runs[EVNODE_BATCH], *ptrs[EVNODE_BATCH];
     struct kv_event ev[EVNODE_BATCH];
     uint64_t fps[EVNODE_BATCH];
-    size_t n, n_runs = 0;
+    const struct kv_event_room room = {runs, ptrs, fps};
+    size_t n;
 
     if (!e->follows) {
         return (struct evnode_msg){0};
@@ -101,25 +89,9 @@ static inline struct evnode_msg evnode_next(struct evnode *e)
     if (n == 0) {
         return (struct evnode_msg){0};
     }
-    for (size_t i = 0; i < n; i++) {
-        Baton__V1__CacheEvent *r = n_runs ? &runs[n_runs - 1] : NULL;
-
-        fps[i] = ev[i].fingerprint;
-        if (!r || ev[i].kind == KV_EVENT_CLEARED || (int)r->change != (int)ev[i].kind ||
-            (int)r->tier != (int)ev[i].tier) {
-            r = ptrs[n_runs] = &runs[n_runs];
-            n_runs++;
-            baton__v1__cache_event__init(r);
-            r->change = (Baton__V1__CacheChange)ev[i].kind;
-            r->tier = (Baton__V1__CacheTier)ev[i].tier;
-            r->blocks = fps + i;
-        }
-        r->n_blocks += ev[i].kind != KV_EVENT_CLEARED;
-    }
+    kv_event_msg_fill(ev, n, &room, &events);
     events.seq = e->seq + 1;
     events.rank = e->rank;
-    events.n_events = n_runs;
-    events.events = ptrs;
     e->seq += n;
     m.kind_case = BATON__V1__NODE_MESSAGE__KIND_EVENTS;
     m.events = &events;
@@ -133,18 +105,7 @@ static inline void evnode_digests(const struct evnode *e,
                                   Baton__V1__CacheTierState *ptrs[KV_EVENT_TIERS])
 {
     l->rank = e->rank;
-    l->cache_seq = kv_event_log_seq(e->log);
-    l->n_tiers = KV_EVENT_TIERS;
-    l->tiers = ptrs;
-    for (unsigned t = 0; t < KV_EVENT_TIERS; t++) {
-        struct kv_digest d = kv_event_log_digest(e->log, t);
-
-        baton__v1__cache_tier_state__init(&tiers[t]);
-        tiers[t].tier = (Baton__V1__CacheTier)t;
-        tiers[t].blocks = d.n;
-        tiers[t].sum = d.sum;
-        ptrs[t] = &tiers[t];
-    }
+    kv_event_msg_digests(e->log, tiers, ptrs, l);
 }
 
 #endif
