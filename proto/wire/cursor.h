@@ -3,7 +3,7 @@
 #ifndef WIRE_CURSOR_H
 #define WIRE_CURSOR_H
 
-#include "common/base/base.h"
+#include "common/base/rc.h"
 
 struct cursor {
     uint8_t *p; /* only written when packing */
@@ -64,6 +64,40 @@ static inline struct bt_str get_str(struct cursor *c, size_t n, size_t max)
     }
     c->at += n;
     return s;
+}
+
+/* What a protocol's heads have in common: magic, version, type, and how many bytes they have. */
+struct head_form {
+    const char *name; /* of the protocol, for texts */
+    uint32_t magic;
+    uint32_t version_min, version_max;
+    uint32_t hello, refuse; /* types that carry version 1 for ever */
+};
+
+struct head {
+    uint32_t version, type, bytes;
+};
+
+static inline int
+get_head(struct cursor *c, const struct head_form *form, struct head *ret, struct bt_err *err)
+{
+    uint32_t magic = (uint32_t)get(c, 2);
+    bool frozen;
+
+    ret->version = (uint32_t)get(c, 1);
+    ret->type = (uint32_t)get(c, 1);
+    ret->bytes = get32(c);
+    if (c->bad || magic != form->magic) {
+        return BT_FAIL(err, BT_E_PEER_PROTOCOL, "not a %s message", form->name);
+    }
+    frozen = ret->type == form->hello || ret->type == form->refuse;
+    if (frozen ? ret->version != 1
+               : ret->version < form->version_min || ret->version > form->version_max) {
+        return BT_FAIL(err, BT_E_INCOMPATIBLE,
+                       "%s wire version %u from the peer, this node speaks %u to %u", form->name,
+                       ret->version, form->version_min, form->version_max);
+    }
+    return BT_OK;
 }
 
 #endif

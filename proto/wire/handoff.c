@@ -351,39 +351,36 @@ static void unpack_rest(struct cursor *c, struct wire_handoff *m)
     }
 }
 
+static const struct head_form form = {.name = "handoff",
+                                      .magic = WIRE_HANDOFF_MAGIC,
+                                      .version_min = WIRE_HANDOFF_VERSION_MIN,
+                                      .version_max = WIRE_HANDOFF_VERSION,
+                                      .hello = WIRE_HANDOFF_HELLO,
+                                      .refuse = WIRE_HANDOFF_REFUSE};
+
 int wire_handoff_unpack(struct bt_str head, struct wire_handoff *ret, struct bt_err *err)
 {
     struct cursor c = {.p = (uint8_t *)(uintptr_t)head.p, .n = head.n};
     struct wire_handoff *m = ret;
-    uint32_t magic, version, type, bytes;
-    bool frozen;
+    struct head h;
+    int rc;
 
     memset(m, 0, sizeof(*m));
-    magic = (uint32_t)get(&c, 2);
-    version = (uint32_t)get(&c, 1);
-    type = (uint32_t)get(&c, 1);
-    bytes = get32(&c);
-    if (c.bad || magic != WIRE_HANDOFF_MAGIC) {
-        return BT_FAIL(err, BT_E_PEER_PROTOCOL, "not a handoff message");
+    rc = get_head(&c, &form, &h, err);
+    if (rc < 0) {
+        return rc;
     }
-    frozen = type == WIRE_HANDOFF_HELLO || type == WIRE_HANDOFF_REFUSE;
-    if (frozen ? version != 1
-               : version < WIRE_HANDOFF_VERSION_MIN || version > WIRE_HANDOFF_VERSION) {
-        return BT_FAIL(err, BT_E_INCOMPATIBLE,
-                       "handoff wire version %u from the peer, this node speaks %d to %d", version,
-                       WIRE_HANDOFF_VERSION_MIN, WIRE_HANDOFF_VERSION);
-    }
-    m->version = (uint8_t)version;
-    m->type = (enum wire_handoff_type)type;
-    if (has_id((int)type)) {
+    m->version = (uint8_t)h.version;
+    m->type = (enum wire_handoff_type)h.type;
+    if (has_id((int)h.type)) {
         m->id_hi = get(&c, 8);
         m->id_lo = get(&c, 8);
         m->ticket = get32(&c);
     }
     unpack_rest(&c, m);
-    if (c.bad || bytes != head.n || c.at != c.n) {
+    if (c.bad || h.bytes != head.n || c.at != c.n) {
         return BT_FAIL(err, BT_E_PEER_PROTOCOL, "malformed handoff message %s of %zu bytes",
-                       wire_handoff_type_name((int)type), head.n);
+                       wire_handoff_type_name((int)h.type), head.n);
     }
     return BT_OK;
 }

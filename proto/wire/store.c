@@ -266,39 +266,37 @@ static void unpack_rest(struct cursor *c, struct wire_store *m)
     }
 }
 
+static const struct head_form form = {.name = "store",
+                                      .magic = WIRE_STORE_MAGIC,
+                                      .version_min = WIRE_STORE_VERSION_MIN,
+                                      .version_max = WIRE_STORE_VERSION,
+                                      .hello = WIRE_STORE_HELLO,
+                                      .refuse = WIRE_STORE_REFUSE};
+
 int wire_store_unpack(struct bt_str head, struct wire_store *ret, struct bt_err *err)
 {
     struct cursor c = {.p = (uint8_t *)(uintptr_t)head.p, .n = head.n};
     struct wire_store *m = ret;
-    uint32_t magic, version, type, bytes;
-    bool frozen;
+    struct head h;
+    int rc;
 
     memset(m, 0, sizeof(*m));
-    magic = (uint32_t)get(&c, 2);
-    version = (uint32_t)get(&c, 1);
-    type = (uint32_t)get(&c, 1);
-    bytes = get32(&c);
-    if (c.bad || magic != WIRE_STORE_MAGIC) {
-        return BT_FAIL(err, BT_E_PEER_PROTOCOL, "not a message of a block server");
+    rc = get_head(&c, &form, &h, err);
+    if (rc < 0) {
+        return rc;
     }
-    frozen = type == WIRE_STORE_HELLO || type == WIRE_STORE_REFUSE;
-    if (frozen ? version != 1 : version < WIRE_STORE_VERSION_MIN || version > WIRE_STORE_VERSION) {
-        return BT_FAIL(err, BT_E_INCOMPATIBLE,
-                       "store wire version %u from the peer, this node speaks %d to %d", version,
-                       WIRE_STORE_VERSION_MIN, WIRE_STORE_VERSION);
-    }
-    m->version = (uint8_t)version;
-    m->type = (enum wire_store_type)type;
-    if (type >= WIRE_STORE_GET) {
+    m->version = (uint8_t)h.version;
+    m->type = (enum wire_store_type)h.type;
+    if (h.type >= WIRE_STORE_GET) {
         m->req = get(&c, 8);
     }
     unpack_rest(&c, m);
-    if (type >= WIRE_STORE_LEND && version < 2) {
+    if (h.type >= WIRE_STORE_LEND && h.version < 2) {
         c.bad = true;
     }
-    if (c.bad || bytes != head.n || c.at != c.n) {
+    if (c.bad || h.bytes != head.n || c.at != c.n) {
         return BT_FAIL(err, BT_E_PEER_PROTOCOL, "malformed store message %s of %zu bytes",
-                       wire_store_type_name((int)type), head.n);
+                       wire_store_type_name((int)h.type), head.n);
     }
     return BT_OK;
 }
