@@ -17,8 +17,6 @@
 
 #include <stdlib.h>
 
-#define MAX_OPEN 32 /* offers of one source */
-
 /* A block in the queue; stale if the entry has another generation by then. */
 struct queued {
     struct kv_block *block;
@@ -42,7 +40,7 @@ struct kn_offers {
     uint64_t tails[KN_MAX_SOURCES]; /* next of each source; head - tail <= n_ring */
     uint32_t n_open[KN_MAX_SOURCES];
     struct bt_list free, open;
-    struct kn_offer *offers; /* [MAX_OPEN * n_sources] */
+    struct kn_offer *offers; /* [KV_SOURCE_OFFERS * n_sources] */
     uint32_t *pages;
     /* The chain of the last block that was offered; the next one is mostly its child. */
     struct kv_key *keys;
@@ -54,7 +52,7 @@ struct kn_offers {
 
 int kn_offers_create(struct kn_sched *sched, struct bt_err *err)
 {
-    uint32_t n = sched->cfg.n_sources * MAX_OPEN, bp = kn_sched_block_pages(sched);
+    uint32_t n = sched->cfg.n_sources * KV_SOURCE_OFFERS, bp = kn_sched_block_pages(sched);
     struct kn_offers *o;
 
     if (n == 0 || !sched->cfg.index) {
@@ -216,7 +214,8 @@ void kn_sched_pump_offers(struct kn_sched *sched)
         return;
     }
     for (uint32_t i = 0; i < sched->cfg.n_sources; i++) {
-        while (o->tails[i] < o->head && o->n_open[i] < MAX_OPEN && wants(sched->cfg.sources[i])) {
+        while (o->tails[i] < o->head && o->n_open[i] < KV_SOURCE_OFFERS &&
+               wants(sched->cfg.sources[i])) {
             struct queued q = o->ring[o->tails[i]++ % o->n_ring];
 
             if (q.block->generation == q.generation) {
@@ -253,7 +252,7 @@ void kn_sched_offer_tail(struct kn_sched *sched, struct kn_seq *s)
 
     s->tail_tokens = 0;
     if (!o || sched->closing || s->n_computed % bt == 0 || s->n_blocks != s->n_computed / bt ||
-        o->n_open[0] == MAX_OPEN) {
+        o->n_open[0] == KV_SOURCE_OFFERS) {
         return;
     }
     src = sched->cfg.sources[0];
@@ -299,6 +298,17 @@ void kn_sched_leave_tail(struct kn_seq *s)
 }
 
 /* ---- pages that will come back by themselves ---- */
+
+void kn_sched_hurry_offers(struct kn_sched *sched)
+{
+    for (uint32_t i = 0; sched->offers && i < sched->cfg.n_sources; i++) {
+        struct kv_source *src = sched->cfg.sources[i];
+
+        if (src->ops->hurry && sched->offers->n_open[i] > 0) {
+            src->ops->hurry(src);
+        }
+    }
+}
 
 uint32_t kn_sched_count_offers(struct kn_sched *sched)
 {

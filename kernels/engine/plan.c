@@ -156,6 +156,9 @@ static bool room_soon(struct kn_sched *sched, uint32_t n)
     if (room < n) {
         room += kn_sched_count_offers(sched);
         kn_sched_uncount_offers(sched);
+        if (room >= n) {
+            kn_sched_hurry_offers(sched);
+        }
     }
     return room >= n;
 }

@@ -244,6 +244,7 @@ bool kn_sched_idle(const struct kn_sched *sched)
 void kn_sched_end_all(struct kn_sched *sched, int rc, const char *msg)
 {
     sched->closing = true;
+    kn_sched_hurry_offers(sched);
     for (int i = 0; i < KN_LIST_NONE; i++) {
         struct bt_list *l = sched->lists[i].next, *next;
 

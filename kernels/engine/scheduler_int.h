@@ -141,6 +141,8 @@ void kn_sched_leave_tail(struct kn_seq *s);
 /* As kn_sched_count_room, of what only open offers keep. */
 uint32_t kn_sched_count_offers(struct kn_sched *sched);
 void kn_sched_uncount_offers(struct kn_sched *sched);
+/* Somebody waits for pages that open offers hold. */
+void kn_sched_hurry_offers(struct kn_sched *sched);
 
 /* The moment, more exactly than the step's begin where there is a clock. */
 static inline uint64_t kn_sched_clock(const struct kn_sched *sched)

@@ -2,6 +2,8 @@
 #include "kvstore/store/keep.h"
 
 #include "common/base/buf.h"
+#include "common/thr/cond.h"
+#include "common/thr/pace.h"
 #include "common/thr/thread.h"
 
 #include <pthread.h>
@@ -14,6 +16,7 @@ struct kv_keep {
     pthread_mutex_t lock;
     pthread_cond_t cond;
     struct bt_list jobs; /* [lock] */
+    bool hurry;          /* [lock] */
     bool stopping;       /* [lock] */
     uint64_t n_blocks;   /* atomic */
 };
@@ -45,6 +48,15 @@ static bool keep_block(struct kv_keep *k,
     return true;
 }
 
+static void rest(struct kv_keep *k, uint64_t until_ns)
+{
+    pthread_mutex_lock(&k->lock);
+    while (!k->hurry && !k->stopping && bt_list_empty(&k->jobs) &&
+           bt_cond_until(&k->cond, &k->lock, until_ns)) {
+    }
+    pthread_mutex_unlock(&k->lock);
+}
+
 static void keep(struct kv_keep *k, const struct kv_keep_job *job)
 {
     const struct kv_layout *l = kv_pool_layout(job->pool);
@@ -67,7 +79,10 @@ static void keep(struct kv_keep *k, const struct kv_keep_job *job)
         kv_key_block(k->hasher, &parent, m.ids, n, &m.key);
         parent = m.key;
         if (t >= job->first) {
+            uint64_t begun_ns = bt_now_ns();
+
             room = keep_block(k, job, &m, t);
+            rest(k, bt_pace_until(begun_ns));
         }
     }
 }
@@ -88,6 +103,7 @@ static void *run(void *arg)
             keep(k, job);
             job->done(job);
             pthread_mutex_lock(&k->lock);
+            k->hurry = k->hurry && !bt_list_empty(&k->jobs);
         } else if (k->stopping) {
             break;
         } else {
@@ -109,7 +125,7 @@ int kv_keep_create(struct kv_tiers *tiers, struct kv_keep **ret, struct bt_err *
     k->tiers = tiers;
     bt_list_init(&k->jobs);
     pthread_mutex_init(&k->lock, NULL);
-    pthread_cond_init(&k->cond, NULL);
+    bt_cond_init(&k->cond);
     rc = kv_hasher_create(&k->hasher, err);
     if (rc == BT_OK) {
         rc = bt_thread_start(&k->thread, "relay-keep", run, k, err);
@@ -144,6 +160,14 @@ void kv_keep_push(struct kv_keep *k, struct kv_keep_job *job)
     bt_list_init(&job->link);
     pthread_mutex_lock(&k->lock);
     bt_list_push_back(&k->jobs, &job->link);
+    pthread_cond_signal(&k->cond);
+    pthread_mutex_unlock(&k->lock);
+}
+
+void kv_keep_hurry(struct kv_keep *k)
+{
+    pthread_mutex_lock(&k->lock);
+    k->hurry = true;
     pthread_cond_signal(&k->cond);
     pthread_mutex_unlock(&k->lock);
 }

@@ -1,6 +1,7 @@
 /* Keeps the full blocks of a prompt that passes through a daemon: copies them from pages into the
- * tiers, on a thread of its own ("relay-keep"). Keys are computed from root and ids, so that the
- * asker's word is needed for nothing but the ids. What does not fit is left out. */
+ * tiers, on a thread of its own ("relay-keep"), with rests while nobody waits for the pages. Keys
+ * are computed from root and ids, so that the asker's word is needed for nothing but the ids. What
+ * does not fit is left out. */
 #ifndef KV_STORE_KEEP_H
 #define KV_STORE_KEEP_H
 
@@ -28,6 +29,8 @@ int kv_keep_create(struct kv_tiers *tiers,
 void kv_keep_destroy(struct kv_keep *k);
 /* Any thread. */
 void kv_keep_push(struct kv_keep *k, struct kv_keep_job *job);
+/* Somebody waits for the pages of what was pushed. Any thread. */
+void kv_keep_hurry(struct kv_keep *k);
 /* Blocks kept since the start. Any thread. */
 uint64_t kv_keep_blocks(const struct kv_keep *k);
 

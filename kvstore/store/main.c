@@ -226,7 +226,7 @@ static void on_status(struct bt_rpc_call *call, const ProtobufCMessage *msg)
     m.pages_free = st.pages_free;
     m.pages_transfers = st.pages_total - st.pages_free;
     m.requests_waiting = st.n_waiting;
-    m.requests_running = st.n_open;
+    m.requests_running = st.n_open - st.n_keeping;
     m.handoffs_active = st.handoff.sends + st.handoff.recvs;
     m.handoff_bytes = st.handoff.bytes;
     m.handoff_connections = st.handoff.connections;

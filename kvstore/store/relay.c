@@ -65,7 +65,7 @@ struct kv_relay {
     bool draining;
     bool members_queued; /* members_msg is under way */
     uint32_t n_open, n_waiting;
-    uint64_t relayed, failed, refused;
+    uint64_t relayed, failed, refused, keeps, keeps_over;
 };
 
 static void serve(struct ground *g);
@@ -134,7 +134,10 @@ static void over(struct passing *p)
 
 static void on_kept(struct bt_msg *msg, void *consumer)
 {
-    over(BT_CONTAINER_OF(msg, struct passing, kept_msg));
+    struct passing *p = BT_CONTAINER_OF(msg, struct passing, kept_msg);
+
+    count(p->relay, &p->relay->keeps_over);
+    over(p);
 }
 
 /* [relay-keep] */
@@ -167,6 +170,7 @@ static void check_over(struct passing *p)
     p->job.done = kept;
     bt_list_init(&p->kept_msg.link);
     p->kept_msg.handle = on_kept;
+    count(r, &r->keeps);
     kv_keep_push(r->keep, &p->job);
 }
 
@@ -263,6 +267,9 @@ static int start(struct passing *p, struct bt_err *err)
 
     if (kv_pool_take(p->ground->pool, p->n_pages, KV_OWNER_TRANSFER, KV_PAGE_NONE, p->pages) !=
         BT_OK) {
+        if (r->keep) {
+            kv_keep_hurry(r->keep);
+        }
         return BT_PENDING;
     }
     rc = start_hops(p, err);
@@ -720,6 +727,9 @@ static void on_stop(struct bt_msg *msg, void *consumer)
     struct kv_relay *r = BT_CONTAINER_OF(msg, struct kv_relay, stop_msg);
 
     bt_net_timer_stop(&r->timer);
+    if (r->keep) {
+        kv_keep_hurry(r->keep);
+    }
     expire(&r->unknown, BT_NEVER_NS - 1, BT_E_UNAVAILABLE, "the store is stopping");
     bt_list_for_each (it, &r->grounds) {
         struct ground *g = BT_LIST_ENTRY(it, struct ground, link);
@@ -776,6 +786,7 @@ struct kv_relay_stats kv_relay_stats(struct kv_relay *r)
     pthread_mutex_lock(&r->lock);
     s.n_open = r->n_open;
     s.n_waiting = r->n_waiting;
+    s.n_keeping = (uint32_t)(r->keeps - r->keeps_over);
     s.relayed = r->relayed;
     s.failed = r->failed;
     s.refused = r->refused;

@@ -53,7 +53,8 @@ struct kv_relay_cfg {
 };
 
 struct kv_relay_stats {
-    uint32_t n_open;    /* being moved */
+    uint32_t n_open;    /* being moved, or being kept after that */
+    uint32_t n_keeping; /* of n_open: nobody waits for them any more */
     uint32_t n_waiting; /* for pages, or to be known */
     uint64_t relayed;   /* handed on whole */
     uint64_t failed;    /* begun, not ended well */

@@ -23,6 +23,8 @@
 
 #include <stdatomic.h>
 
+#define KV_SOURCE_OFFERS 32 /* of one engine to one source that are open at a time, at most */
+
 enum kv_tier { KV_TIER_POOL, KV_TIER_HOST, KV_TIER_DISK, KV_TIER_STORE, KV_N_TIERS };
 
 /* Bytes of a blob's layer and of all its layers, for a pool and identity blocks of n tokens. */
@@ -114,6 +116,9 @@ struct kv_source_ops {
     /* False: nothing can be taken at present (nobody to give it to is known, queue full); what was
      * to be offered waits. Whoever makes it true wakes the engine. NULL = always true. */
     bool (*wants)(struct kv_source *src);
+    /* The engine waits for pages that open offers hold: no rest until they are done. NULL = a
+     * source that never rests. */
+    void (*hurry)(struct kv_source *src);
 };
 struct kv_source {
     const struct kv_source_ops *ops;

@@ -130,7 +130,7 @@ static int check(const struct kv_tiers_cfg *cfg, struct bt_err *err)
 
 static void init_sync(struct kv_tiers *t)
 {
-    pthread_cond_t *conds[] = {&t->work, &t->offered, &t->changed, &t->sink, &t->told};
+    pthread_cond_t *conds[] = {&t->work, &t->offered, &t->hurried, &t->changed, &t->sink, &t->told};
 
     pthread_mutex_init(&t->lock, NULL);
     for (size_t i = 0; i < BT_ARRAY_LEN(conds); i++) {
@@ -249,6 +249,7 @@ static void stop_threads(struct kv_tiers *t)
     t->stop = true;
     pthread_cond_broadcast(&t->work);
     pthread_cond_broadcast(&t->offered);
+    pthread_cond_broadcast(&t->hurried);
     pthread_cond_broadcast(&t->changed);
     pthread_cond_broadcast(&t->sink);
     pthread_mutex_unlock(&t->lock);
@@ -298,6 +299,7 @@ void kv_tiers_destroy(struct kv_tiers *t)
     kv_disk_close(t->disk);
     pthread_cond_destroy(&t->work);
     pthread_cond_destroy(&t->offered);
+    pthread_cond_destroy(&t->hurried);
     pthread_cond_destroy(&t->changed);
     pthread_cond_destroy(&t->sink);
     pthread_cond_destroy(&t->told);

@@ -112,6 +112,7 @@ struct kv_tiers {
     /* jobs */
     pthread_cond_t work;         /* jobs, stop */
     pthread_cond_t offered;      /* offers, stop */
+    pthread_cond_t hurried;      /* hurry, stop */
     pthread_cond_t changed;      /* a place is READY or NONE, a job was cancelled, a write ended */
     struct bt_list jobs, offers; /* offers: of full blocks */
     uint32_t n_offers;           /* queued */
@@ -122,6 +123,7 @@ struct kv_tiers {
     pthread_t workers[64], keepers[64];
     int n_workers, n_keepers;
     bool stop;
+    bool hurry; /* somebody waits for the offers that are queued */
 
     /* sink.c */
     pthread_cond_t sink;

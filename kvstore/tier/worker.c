@@ -3,10 +3,11 @@
  * Two queues with threads of their own. Loads and brings: somebody waits for them, and for the tail
  * of a request that gave way, which goes on when its bytes were copied. Offers of full blocks: they
  * come in crowds at the end of each prompt, just when its next token is computed, and have time; in
- * the background. */
+ * the background, with rests. */
 #include "kvstore/tier/tiers_int.h"
 
 #include "common/base/buf.h"
+#include "common/thr/pace.h"
 
 #include <stdlib.h>
 
@@ -86,6 +87,7 @@ static void run_offer(struct kv_tiers *t, struct kv_job *job)
         kv_index_settle(t, job->blob);
     }
     t->n_offers--;
+    t->hurry = t->hurry && t->n_offers > 0;
     t->offer_bytes -= job->bytes[0];
     pthread_mutex_unlock(&t->lock);
     job->offer.done(job->offer.arg, rc);
@@ -124,6 +126,14 @@ void *kv_worker_run(void *tiers)
     return NULL;
 }
 
+/* Not when more wait than one engine offers at a time: they come faster than they are copied. */
+static void rest(struct kv_tiers *t, uint64_t until_ns)
+{
+    while (!t->stop && !t->hurry && t->n_offers < KV_SOURCE_OFFERS &&
+           bt_cond_until(&t->hurried, &t->lock, until_ns)) {
+    }
+}
+
 void *kv_keeper_run(void *tiers)
 {
     struct kv_tiers *t = tiers;
@@ -132,9 +142,12 @@ void *kv_keeper_run(void *tiers)
     bt_thread_background();
     pthread_mutex_lock(&t->lock);
     while ((job = take(t, &t->offers, &t->offered)) != NULL) {
+        uint64_t begun_ns = bt_now_ns();
+
         pthread_mutex_unlock(&t->lock);
         run_offer(t, job);
         pthread_mutex_lock(&t->lock);
+        rest(t, bt_pace_until(begun_ns));
     }
     pthread_mutex_unlock(&t->lock);
     return NULL;
@@ -343,6 +356,16 @@ static bool src_offer(struct kv_source *src, const struct kv_offer *o)
     return wanted;
 }
 
+static void src_hurry(struct kv_source *src)
+{
+    struct kv_tiers *t = tiers_of(src);
+
+    pthread_mutex_lock(&t->lock);
+    t->hurry = t->n_offers > 0;
+    pthread_cond_broadcast(&t->hurried);
+    pthread_mutex_unlock(&t->lock);
+}
+
 const struct kv_source_ops kv_tiers_source_ops = {
     .name = "tiers",
     .find = src_find,
@@ -351,4 +374,5 @@ const struct kv_source_ops kv_tiers_source_ops = {
     .load_cancel = src_load_cancel,
     .end = src_end,
     .offer = src_offer,
+    .hurry = src_hurry,
 };

@@ -51,11 +51,13 @@ def measure(o):
     if o.pin:
         pin(c)
     seen = {path: [] for path in paths}
+    order = list(paths)
     for i in range(o.warm + o.runs):
-        for k, path in enumerate(paths):
+        for k, path in enumerate(order):
             v = ask(c, o.tokens, len(paths) * i + k, path)
             if i >= o.warm:
                 seen[path].append(v)
+        order.append(order.pop(0))  # none always follows the same other
     c.finish()
     chunk = statistics.median(t for v in seen.values() for _, t in v)
     return {paths[path]: statistics.median(gap for gap, _ in v) for path, v in seen.items()}, chunk
@@ -77,7 +79,7 @@ def main():
     p.add_argument("--model", required=True)
     p.add_argument("--tokens", type=int, default=4096)
     p.add_argument("--warm", type=int, default=3)
-    p.add_argument("--runs", type=int, default=5)
+    p.add_argument("--runs", type=int, default=9)
     p.add_argument("--store", action="store_true", help="the store path too")
     p.add_argument("--pin", action="store_true", help="each node to a core of its own")
     o = p.parse_args()

@@ -32,6 +32,7 @@ struct mem_source {
     bool stuck;               /* loads do not move */
     bool deaf;                /* takes no offers */
     bool busy;                /* wants no offers at present */
+    bool rests;               /* finishes no offer before somebody waits for it */
     uint64_t block_ns;        /* promised for a block */
     uint32_t fast;            /* leading blocks that are in memory, others on disk; 0 = all */
     uint32_t layers_per_move; /* of loads */
@@ -212,8 +213,15 @@ static inline bool mem_wants(struct kv_source *src)
     return !mem_of(src)->busy;
 }
 
-static const struct kv_source_ops mem_ops = {"memory",        mem_find, mem_find_cancel, mem_load,
-                                             mem_load_cancel, mem_end,  mem_offer,       mem_wants};
+static inline void mem_hurry(struct kv_source *src)
+{
+    mem_of(src)->rests = false;
+}
+
+static const struct kv_source_ops mem_ops = {
+    "memory", mem_find,  mem_find_cancel, mem_load,  mem_load_cancel,
+    mem_end,  mem_offer, mem_wants,       mem_hurry,
+};
 
 static inline struct mem_source *mem_create(void)
 {
@@ -305,7 +313,7 @@ static inline bool mem_move(struct mem_source *m)
             }
             moved = true;
         }
-        if (m->offers[i].open) {
+        if (m->offers[i].open && !m->rests) {
             mem_finish_offer(m, &m->offers[i]);
             moved = true;
         }

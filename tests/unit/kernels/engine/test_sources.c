@@ -127,6 +127,31 @@ static void test_offers_wait_until_they_are_wanted(void **state)
     close_node(n);
 }
 
+/* A source may rest between offers until somebody waits for the pages that they hold. */
+static void test_offers_hurry_when_pages_are_waited_for(void **state)
+{
+    struct node *n;
+    struct req r = {.tag = 1, .n_prompt = 190, .max_tokens = 4};
+    struct req next = {.tag = 2, .n_prompt = 150, .max_tokens = 4};
+
+    open_sources(1);
+    mem[0]->rests = true;
+    n = open_node((struct node_cfg){32, 8, 32, 4}, 1, 1);
+    submit(n, r);
+    for (int i = 0; i < 20000 && kn_sched_stats(n->sched).n_live > 0; i++) {
+        moves(1);
+        step(n);
+    }
+    check_answer(n, r);
+    assert_true(mem[0]->rests);
+    assert_false(kn_sched_idle(n->sched));
+    submit(n, next);
+    run_all(n);
+    check_answer(n, next);
+    assert_false(mem[0]->rests);
+    close_node(n);
+}
+
 /* Part in the pool, more in the source; what was computed meanwhile changes the question. */
 static void test_SCHED_03_lengths(void **state)
 {
@@ -550,6 +575,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_evicted_comes_back),
         cmocka_unit_test(test_offers_wait_until_they_are_wanted),
+        cmocka_unit_test(test_offers_hurry_when_pages_are_waited_for),
         cmocka_unit_test(test_SCHED_03_lengths),
         cmocka_unit_test(test_TIER_02_short_loads),
         cmocka_unit_test(test_slow_sources),
