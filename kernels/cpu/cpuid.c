@@ -12,6 +12,8 @@
 #define XCR0_AVX512        0xe6u    /* besides: opmask, upper ZMM, ZMM16-31 */
 #define XCR0_AMX           0x60000u /* tile configuration and data */
 #define XFEATURE_XTILEDATA 18
+/* Leaf 7.0, EDX: bf16, tiles, int8; not every compiler's cpuid.h names them. */
+#define EDX_AMX (1u << 22 | 1u << 24 | 1u << 25)
 
 static uint32_t xcr0(void)
 {
@@ -43,7 +45,7 @@ struct kn_cpu kn_cpu_detect(void)
     c.avx512 = c.avx2 && all(saved, XCR0_AVX512) &&
                all(b, bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ) &&
                all(cx, bit_AVX512VNNI);
-    saw_amx = all(saved, XCR0_AMX) && all(d, bit_AMX_TILE | bit_AMX_INT8 | bit_AMX_BF16);
+    saw_amx = all(saved, XCR0_AMX) && all(d, EDX_AMX);
     if (c.avx512 && __get_cpuid_count(7, 1, &a, &b, &cx, &d)) {
         c.avx512_bf16 = all(a, bit_AVX512BF16);
         c.amx = c.avx512_bf16 && saw_amx &&
