@@ -242,6 +242,18 @@ static struct bt_jnode *postfix(struct bt_jparser *p, struct bt_jnode *n)
     return n;
 }
 
+static void check_args(struct bt_jparser *p, const struct bt_jnode *n, struct bt_str name)
+{
+    for (const struct bt_jkw *k = n->kw; k && p->rc == BT_OK; k = k->next) {
+        if (!bt_jfilter_takes(n->op, k->name)) {
+            bt_jrefuse(p, BT_E_UNSUPPORTED, "unsupported argument of a filter", k->name);
+        }
+    }
+    if (p->rc == BT_OK && n->list.n > bt_jfilter_most_args(n->op)) {
+        bt_jrefuse(p, BT_E_UNSUPPORTED, "unsupported: so many arguments of filter", name);
+    }
+}
+
 static struct bt_jnode *filter(struct bt_jparser *p, struct bt_jnode *of)
 {
     struct bt_jnode *n = bt_jnode(p, BT_JN_FILT);
@@ -258,6 +270,7 @@ static struct bt_jnode *filter(struct bt_jparser *p, struct bt_jnode *of)
     if (bt_jeat_op(p, "(")) {
         call_args(p, n);
     }
+    check_args(p, n, name);
     return n;
 }
 

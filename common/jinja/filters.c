@@ -4,45 +4,49 @@
 #include <math.h>
 #include <stdlib.h>
 
+#define ANY 99
+
+/* Name, arguments beside the value by position at most, and by name: what is not here is refused,
+ * as passing over it would change the text. NULL = any. */
 #define FILTERS(X)                                                                                 \
-    X(trim)                                                                                        \
-    X(tojson)                                                                                      \
-    X(length)                                                                                      \
-    X(count)                                                                                       \
-    X(upper)                                                                                       \
-    X(lower)                                                                                       \
-    X(title)                                                                                       \
-    X(capitalize)                                                                                  \
-    X(replace)                                                                                     \
-    X(join)                                                                                        \
-    X(default)                                                                                     \
-    X(d)                                                                                           \
-    X(string)                                                                                      \
-    X(int)                                                                                         \
-    X(float)                                                                                       \
-    X(abs)                                                                                         \
-    X(round)                                                                                       \
-    X(list)                                                                                        \
-    X(items)                                                                                       \
-    X(dictsort)                                                                                    \
-    X(first)                                                                                       \
-    X(last)                                                                                        \
-    X(reverse)                                                                                     \
-    X(sort)                                                                                        \
-    X(unique)                                                                                      \
-    X(min)                                                                                         \
-    X(max)                                                                                         \
-    X(sum)                                                                                         \
-    X(map)                                                                                         \
-    X(select)                                                                                      \
-    X(reject)                                                                                      \
-    X(selectattr)                                                                                  \
-    X(rejectattr)                                                                                  \
-    X(indent)                                                                                      \
-    X(safe)
+    X(trim, 1, "chars")                                                                            \
+    X(tojson, 2, "indent ensure_ascii")                                                            \
+    X(length, 0, "")                                                                               \
+    X(count, 0, "")                                                                                \
+    X(upper, 0, "")                                                                                \
+    X(lower, 0, "")                                                                                \
+    X(title, 0, "")                                                                                \
+    X(capitalize, 0, "")                                                                           \
+    X(replace, 3, "old new count")                                                                 \
+    X(join, 2, "d attribute")                                                                      \
+    X(default, 2, "default_value boolean")                                                         \
+    X(d, 2, "default_value boolean")                                                               \
+    X(string, 0, "")                                                                               \
+    X(int, 1, "default")                                                                           \
+    X(float, 1, "default")                                                                         \
+    X(abs, 0, "")                                                                                  \
+    X(round, 1, "precision")                                                                       \
+    X(list, 0, "")                                                                                 \
+    X(items, 0, "")                                                                                \
+    X(dictsort, 1, "case_sensitive reverse")                                                       \
+    X(first, 0, "")                                                                                \
+    X(last, 0, "")                                                                                 \
+    X(reverse, 0, "")                                                                              \
+    X(sort, 3, "reverse case_sensitive attribute")                                                 \
+    X(unique, 0, "")                                                                               \
+    X(min, 0, "")                                                                                  \
+    X(max, 0, "")                                                                                  \
+    X(sum, 2, "attribute start")                                                                   \
+    X(map, ANY, NULL)                                                                              \
+    X(select, ANY, NULL)                                                                           \
+    X(reject, ANY, NULL)                                                                           \
+    X(selectattr, ANY, NULL)                                                                       \
+    X(rejectattr, ANY, NULL)                                                                       \
+    X(indent, 3, "width first blank")                                                              \
+    X(safe, 0, "")
 
 enum filter {
-#define X(name) F_##name,
+#define X(name, n, keywords) F_##name,
     FILTERS(X)
 #undef X
         N_FILTERS
@@ -86,7 +90,16 @@ enum test {
 };
 
 static const char *const filter_names[] = {
-#define X(name) #name,
+#define X(name, n, keywords) #name,
+    FILTERS(X)
+#undef X
+};
+
+static const struct {
+    size_t most;
+    const char *keywords;
+} filter_args[] = {
+#define X(name, n, keywords) {n, keywords},
     FILTERS(X)
 #undef X
 };
@@ -110,6 +123,24 @@ static int find(const char *const *names, int n, struct bt_str name)
 int bt_jfilter_find(struct bt_str name)
 {
     return find(filter_names, N_FILTERS, name);
+}
+
+size_t bt_jfilter_most_args(int filter)
+{
+    return filter_args[filter].most;
+}
+
+bool bt_jfilter_takes(int filter, struct bt_str keyword)
+{
+    const char *p = filter_args[filter].keywords;
+
+    for (size_t n; p && *p; p += n + (p[n] == ' ')) {
+        n = strcspn(p, " ");
+        if (bt_str_eq((struct bt_str){p, n}, keyword)) {
+            return true;
+        }
+    }
+    return !p;
 }
 
 int bt_jtest_find(struct bt_str name)
@@ -255,6 +286,8 @@ bool bt_jtest(struct bt_jcx *cx, int test, const struct bt_jval *v, const struct
 static struct bt_jval tojson(struct bt_jcx *cx, const struct bt_jval *v, const struct bt_jcall *c)
 {
     const struct bt_jval *indent = bt_jarg(c, 1, "indent");
+    const struct bt_jval *ascii =
+        c->n == 1 ? bt_jdict_get(c->kw, BT_STR("ensure_ascii")) : bt_jarg(c, 0, "ensure_ascii");
     struct bt_jsb sb = {.cx = cx};
 
     if (!indent || indent->type != BT_J_INT) { /* the reference's own filter takes it first */
@@ -262,7 +295,8 @@ static struct bt_jval tojson(struct bt_jcx *cx, const struct bt_jval *v, const s
     }
     bt_jjson(&sb, v,
              indent && indent->type == BT_J_INT ? (int)BT_MIN((uint64_t)indent->i, (uint64_t)64)
-                                                : -1);
+                                                : -1,
+             ascii && bt_jtrue(ascii));
     return bt_jsb_done(&sb);
 }
 
@@ -280,8 +314,10 @@ static struct bt_jval length(struct bt_jcx *cx, const struct bt_jval *v)
     return v->type == BT_J_UNDEFINED ? bt_jval_int(0) : wrong(cx, "the length", v);
 }
 
-static struct bt_jval to_number(struct bt_jcx *cx, const struct bt_jval *v, bool as_int)
+static struct bt_jval
+to_number(struct bt_jcx *cx, const struct bt_jval *v, const struct bt_jcall *c, bool as_int)
 {
+    const struct bt_jval *other = bt_jarg(c, 0, "default");
     char text[64], *end;
 
     if (v->type == BT_J_FLOAT && as_int) {
@@ -301,7 +337,7 @@ static struct bt_jval to_number(struct bt_jcx *cx, const struct bt_jval *v, bool
                           : bt_jval_float(f);
         }
     }
-    return as_int ? bt_jval_int(0) : bt_jval_float(0);
+    return other ? *other : as_int ? bt_jval_int(0) : bt_jval_float(0);
 }
 
 static struct bt_jval absolute(struct bt_jcx *cx, const struct bt_jval *v)
@@ -594,8 +630,14 @@ chosen(struct bt_jcx *cx, const struct bt_jlist *l, const struct bt_jcall *c, in
 static struct bt_jval
 of_sequence(struct bt_jcx *cx, int filter, const struct bt_jval *v, const struct bt_jcall *c)
 {
-    struct bt_jlist *l = bt_jiterate(cx, v);
+    bool lazy = filter == F_map || filter == F_select || filter == F_reject ||
+                filter == F_selectattr || filter == F_rejectattr;
+    struct bt_jlist *l;
 
+    if (lazy && !bt_jtrue(v)) { /* none as well: it is not looked into */
+        return bt_jval_list(cx->arena);
+    }
+    l = bt_jiterate(cx, v);
     if (!l) {
         return (struct bt_jval){0};
     }
@@ -674,7 +716,7 @@ struct bt_jval bt_jfilter(struct bt_jcx *cx, int filter, struct bt_jval v, const
         return fallback(&v, c);
     case F_int:
     case F_float:
-        return to_number(cx, &v, filter == F_int);
+        return to_number(cx, &v, c, filter == F_int);
     case F_abs:
         return absolute(cx, &v);
     case F_round:

@@ -133,6 +133,9 @@ int bt_jparse(const struct bt_jtoks *toks,
 
 /* Names to numbers; -1 = unknown. */
 int bt_jfilter_find(struct bt_str name);
+/* Arguments by position, and whether it takes one by this name. */
+size_t bt_jfilter_most_args(int filter);
+bool bt_jfilter_takes(int filter, struct bt_str keyword);
 int bt_jtest_find(struct bt_str name);
 int bt_jfunc_find(struct bt_str name);
 bool bt_jmethod_known(struct bt_str name);
@@ -215,7 +218,8 @@ int64_t bt_jint(const struct bt_jval *v); /* of an int or bool */
 /* print.c: as str() and as JSON. */
 void bt_jprint(struct bt_jsb *sb, const struct bt_jval *v);
 struct bt_jval bt_jto_str(struct bt_jcx *cx, const struct bt_jval *v);
-void bt_jjson(struct bt_jsb *sb, const struct bt_jval *v, int indent);
+/* indent < 0: on one line. ascii: what is not, as escapes. */
+void bt_jjson(struct bt_jsb *sb, const struct bt_jval *v, int indent, bool ascii);
 
 /* ---- calls ---- */
 

@@ -159,7 +159,32 @@ struct bt_jval bt_jto_str(struct bt_jcx *cx, const struct bt_jval *v)
     return bt_jsb_done(&sb);
 }
 
-static void json_str(struct bt_jsb *sb, const struct bt_jstr *s)
+struct json_how {
+    int indent; /* < 0: on one line */
+    bool ascii; /* what is not, as escapes */
+};
+
+/* Writes the escapes of the character at `p`, and returns its bytes. */
+static size_t escape_utf8(const char *p, size_t n, char *to, size_t cap)
+{
+    unsigned char first = (unsigned char)*p;
+    size_t len = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : 2;
+    uint32_t c = first & (0xffu >> (len + 1));
+
+    len = BT_MIN(len, n);
+    for (size_t i = 1; i < len; i++) {
+        c = c << 6 | ((unsigned char)p[i] & 0x3f);
+    }
+    if (c < 0x10000) {
+        snprintf(to, cap, "\\u%04x", c);
+    } else {
+        snprintf(to, cap, "\\u%04x\\u%04x", 0xd800 + ((c - 0x10000) >> 10 & 0x3ff),
+                 0xdc00 + (c & 0x3ff));
+    }
+    return len;
+}
+
+static void json_str(struct bt_jsb *sb, const struct bt_jstr *s, bool ascii)
 {
     size_t from = 0;
 
@@ -168,14 +193,17 @@ static void json_str(struct bt_jsb *sb, const struct bt_jstr *s)
         unsigned char c = (unsigned char)s->s.p[i];
         static const char plain[] = "\"\\\n\r\t\b\f", letter[] = "\"\\nrtbf";
         const char *known = c ? strchr(plain, c) : NULL;
-        char text[8];
+        char text[16];
 
-        if (!known && c >= 0x20) {
+        if (!known && c >= 0x20 && (c < 0x7f || !ascii)) {
             continue;
         }
         bt_jsb_add_str(sb, s, from, i);
         from = i + 1;
-        if (known) {
+        if (c >= 0x80) {
+            i += escape_utf8(s->s.p + i, s->s.n - i, text, sizeof(text)) - 1;
+            from = i + 1;
+        } else if (known) {
             snprintf(text, sizeof(text), "\\%c", letter[known - plain]);
         } else {
             snprintf(text, sizeof(text), "\\u%04x", c);
@@ -186,57 +214,59 @@ static void json_str(struct bt_jsb *sb, const struct bt_jstr *s)
     add(sb, "\"");
 }
 
-static void json(struct bt_jsb *sb, const struct bt_jval *v, int indent, int level);
+static void json(struct bt_jsb *sb, const struct bt_jval *v, const struct json_how *how, int level);
 
 /* Between two elements, and before the first and behind the last one. */
-static void json_gap(struct bt_jsb *sb, const char *comma, int indent, int level)
+static void json_gap(struct bt_jsb *sb, const char *comma, const struct json_how *how, int level)
 {
     add(sb, comma);
-    if (indent < 0) {
+    if (how->indent < 0) {
         add(sb, comma[0] ? " " : "");
         return;
     }
     add(sb, "\n");
-    for (int i = 0; i < indent * level && bt_jstep(sb->cx, 1); i++) {
+    for (int i = 0; i < how->indent * level && bt_jstep(sb->cx, 1); i++) {
         add(sb, " ");
     }
 }
 
-static void json_list(struct bt_jsb *sb, const struct bt_jlist *l, int indent, int level)
+static void
+json_list(struct bt_jsb *sb, const struct bt_jlist *l, const struct json_how *how, int level)
 {
     add(sb, "[");
     for (size_t i = 0; i < l->n && deeper(sb); i++) {
-        json_gap(sb, i ? "," : "", indent, level + 1);
-        json(sb, &l->p[i], indent, level + 1);
+        json_gap(sb, i ? "," : "", how, level + 1);
+        json(sb, &l->p[i], how, level + 1);
         sb->cx->depth--;
     }
     if (l->n) {
-        json_gap(sb, "", indent, level);
+        json_gap(sb, "", how, level);
     }
     add(sb, "]");
 }
 
-static void json_dict(struct bt_jsb *sb, const struct bt_jdict *d, int indent, int level)
+static void
+json_dict(struct bt_jsb *sb, const struct bt_jdict *d, const struct json_how *how, int level)
 {
     add(sb, "{");
     for (size_t i = 0; i < d->n && deeper(sb); i++) {
         struct bt_jval key = bt_jto_str(sb->cx, &d->p[i].key_val);
 
-        json_gap(sb, i ? "," : "", indent, level + 1);
+        json_gap(sb, i ? "," : "", how, level + 1);
         if (key.type == BT_J_STR) {
-            json_str(sb, key.s);
+            json_str(sb, key.s, how->ascii);
         }
         add(sb, ": ");
-        json(sb, &d->p[i].v, indent, level + 1);
+        json(sb, &d->p[i].v, how, level + 1);
         sb->cx->depth--;
     }
     if (d->n) {
-        json_gap(sb, "", indent, level);
+        json_gap(sb, "", how, level);
     }
     add(sb, "}");
 }
 
-static void json(struct bt_jsb *sb, const struct bt_jval *v, int indent, int level)
+static void json(struct bt_jsb *sb, const struct bt_jval *v, const struct json_how *how, int level)
 {
     switch (v->type) {
     case BT_J_NONE:
@@ -252,13 +282,13 @@ static void json(struct bt_jsb *sb, const struct bt_jval *v, int indent, int lev
         print_float(sb, v->f, true);
         break;
     case BT_J_STR:
-        json_str(sb, v->s);
+        json_str(sb, v->s, how->ascii);
         break;
     case BT_J_LIST:
-        json_list(sb, v->l, indent, level);
+        json_list(sb, v->l, how, level);
         break;
     case BT_J_DICT:
-        json_dict(sb, v->d, indent, level);
+        json_dict(sb, v->d, how, level);
         break;
     case BT_J_UNDEFINED:
     case BT_J_FUNC:
@@ -268,7 +298,9 @@ static void json(struct bt_jsb *sb, const struct bt_jval *v, int indent, int lev
     }
 }
 
-void bt_jjson(struct bt_jsb *sb, const struct bt_jval *v, int indent)
+void bt_jjson(struct bt_jsb *sb, const struct bt_jval *v, int indent, bool ascii)
 {
-    json(sb, v, indent, 0);
+    const struct json_how how = {indent, ascii};
+
+    json(sb, v, &how, 0);
 }

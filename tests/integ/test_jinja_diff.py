@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import struct
 import subprocess
 
@@ -152,6 +153,28 @@ def test_families(path, tmp_path):
     assert refused < n * 3 // 4
 
 
+TEMPLATES = os.environ.get("BATON_TEST_TEMPLATES", "")
+
+
+@pytest.mark.parametrize("path", sorted(pathlib.Path(TEMPLATES).glob("*.jinja")) if TEMPLATES else [], ids=lambda p: p.stem)
+def test_templates_of_models(path, tmp_path):
+    """A folder of templates as models come with them: each is refused with its line, at the start or always, or
+    renders as the reference does."""
+    rnd = random.Random(f"{SEED} {path.stem}")
+    many = [random_vars(rnd) for _ in range(100)]
+    for v in many:
+        v["messages"] = [{"role": m["role"], "content": m["content"]} for m in v["messages"]]
+        v["tools"] = None
+    try:
+        got, want = ours(path.read_text(), many, tmp_path), list(theirs(path.read_text(), many))
+    except (Refused, jinja2.TemplateError) as e:
+        assert re.search(r"line \d+: unsupported|No filter named", str(e)), e
+        return
+    if not all(isinstance(g, Refused) and re.search(r"line \d+: ", str(g)) for g in got):
+        for v, g, w in zip(many, got, want):
+            assert isinstance(g, Exception) == isinstance(w, Exception) and (isinstance(w, Exception) or g[0] == w), v
+
+
 BASE = {"messages": [{"role": "user", "content": " Hi, wörld "}, {"role": "assistant", "content": "a-b-c"}],
         "n": 7, "f": 2.5, "neg": -3, "s": "The quick\nbrown fox", "l": [3, 1, 2, 1], "d": {"b": 1, "a": [1, {"k": None}], "items": 2},
         "t": True, "nothing": None, "empty": "", "tokens": "<a><b>", "mixed": ["b", "A", "c"], "zero": 0,
@@ -177,6 +200,9 @@ CASES = """
 {{ people | map(attribute='name') | join(' ') }} {{ people | map(attribute='in.k') | list }} {{ mixed | map('upper') | join }} {{ people | sum(attribute='age') }} {{ people | sort(attribute='age') | map(attribute='age') | list }} {{ people | join('|', attribute='name') }}
 {{ people | selectattr('name', 'equalto', 'x') | list | length }} {{ people | rejectattr('age', 'gt', 2) | map(attribute='age') | list }} {{ l | select('odd') | list }} {{ l | reject('in', [1]) | list }} {{ [0, 1, '', 'a', none] | select | list }} {{ people | selectattr('missing') | list }}
 {{ d | tojson }} {{ s | tojson }} {{ [1, 2.5, none, true, 'é"\\n'] | tojson }} {{ {'a': {'b': []}, 'c': {}} | tojson(indent=2) }} {{ [1, [2]] | tojson(indent=1) }}
+{{ s | tojson(ensure_ascii=true) }} {{ ['wörld 漢 🙂', '\x7f\u0080', {'é': 'ü'}] | tojson(ensure_ascii=true) }} {{ d | tojson(ensure_ascii=false, indent=1) }}
+{{ 'x' | int(5) }} {{ '7' | int(5) }} {{ none | int(default=3) }} {{ 'x' | float(1.5) }} {{ 'x' | int('y') }}
+{{ nothing | selectattr('a') | list }} {{ missing | map('upper') | list }} {{ zero | select | list }} {{ empty | reject('odd') | list }} {{ nothing | rejectattr('a', 'equalto', 1) | list }}
 {{ d | dictsort }} {{ d | dictsort(reverse=true) }} {{ 'a\\nb\\n\\nc' | indent }}| {{ 'a\\nb' | indent(2, true) }}
 {{ n is number }} {{ f is float }} {{ n is integer }} {{ t is integer }} {{ t is boolean }} {{ s is string }} {{ d is mapping }} {{ l is sequence }} {{ s is iterable }} {{ n is iterable }} {{ nothing is none }} {{ missing is undefined }} {{ missing is not defined }} {{ t is true }} {{ t is false }} {{ n is odd }} {{ n is even }} {{ n is divisibleby 7 }} {{ n is divisibleby(2) }} {{ n is eq 7 }} {{ n is in [7] }} {{ 'a' is lower }} {{ 'A' is upper }} {{ n is gt(3) and n is lt(9) }} {{ range is callable }} {{ raise_exception is defined }}
 {% for i in range(3) %}{{ i }}{% if not loop.last %},{% endif %}{% endfor %} {% for i in range(5, 0, -2) %}{{ loop.index }}:{{ i }};{{ loop.revindex }}{% endfor %} {% for a, b in [(1, 2), (3, 4)] %}{{ a + b }} {% endfor %}
@@ -217,7 +243,8 @@ def test_white_space(template, tmp_path):
     compare(template, [BASE], tmp_path)
 
 
-REFUSED = [("{% include 'x' %}", 'tag "include"', 1), ("a\n{{ x | batch(2) }}", 'filter "batch"', 2), ("{{ x is filter_y }}", 'test "filter_y"', 1),
+REFUSED = [("{% include 'x' %}", 'tag "include"', 1), ("a\n{{ x | batch(2) }}", 'filter "batch"', 2), ("{{ x | tojson(separators=(',', ':')) }}", 'argument of a filter "separators"', 1), ("\n{{ x | unique(attribute='a') }}", '"attribute"', 2),
+           ("{{ x | trim('a', 'b') }}", 'arguments of filter "trim"', 1), ("{% filter upper(1) %}x{% endfilter %}", '"upper"', 1), ("{{ x is filter_y }}", 'test "filter_y"', 1),
            ("\n\n{{ x.format(1) }}", 'method "format"', 3), ("{{ cycler(1) }}", 'function "cycler"', 1), ("{{ f(*a) }}", "unpacked", 1),
            ("{% for x in y recursive %}{% endfor %}", "recursive", 1), ("{% call m() %}{% endcall %}", 'tag "call"', 1), ("{% if x %}", "ends before", 1),
            ("{{ 'a }}", "does not end", 1), ("{{ 1 + }}", "expected an expression", 1), ("{% endif %}", 'tag "endif"', 1), ("{# x", "does not end", 1),
