@@ -124,7 +124,10 @@ int rt_model_chat(const struct rt_model *m,
     }
     for (size_t i = 0; i < n; i++) {
         contents[i] = bt_str_of(chat->messages[i]->content);
-        messages[i] = (struct bt_chat_message){bt_str_of(chat->messages[i]->role), 1, &contents[i]};
+        messages[i] = (struct bt_chat_message){.role = bt_str_of(chat->messages[i]->role),
+                                               .n_parts = 1,
+                                               .parts = &contents[i],
+                                               .name = bt_str_of(chat->messages[i]->name)};
     }
     ids->max = MAX_PROMPT_IDS;
     rc = bt_chat_render(m->chat, messages, n, true, ids, err);

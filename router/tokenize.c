@@ -97,7 +97,8 @@ size_t rt_chat_bytes(const Baton__V1__Chat *chat)
     size_t n = 0;
 
     for (size_t i = 0; i < chat->n_messages; i++) {
-        n += strlen(chat->messages[i]->role) + strlen(chat->messages[i]->content);
+        n += strlen(chat->messages[i]->role) + strlen(chat->messages[i]->content) +
+             strlen(chat->messages[i]->name);
     }
     return n;
 }

@@ -60,6 +60,10 @@ check(const struct bt_chat_message *messages, size_t n, size_t *ret_bytes, struc
             }
             *ret_bytes += m->parts[k].n;
         }
+        if (bt_utf8_valid_prefix(m->name.p, m->name.n) != m->name.n) {
+            return BT_FAIL(err, BT_E_INVALID, "message %zu: name is not UTF-8", i);
+        }
+        *ret_bytes += m->name.n;
     }
     return BT_OK;
 }
@@ -95,6 +99,9 @@ list_of(struct bt_arena *a, const struct bt_chat_message *messages, size_t n, ch
         if (m.type == BT_J_DICT) {
             bt_jdict_set(a, m.d, BT_STR("role"), bt_jval_str(a, messages[i].role, true));
             bt_jdict_set(a, m.d, BT_STR("content"), bt_jval_str(a, content, false));
+            if (messages[i].name.n) {
+                bt_jdict_set(a, m.d, BT_STR("name"), bt_jval_str(a, messages[i].name, false));
+            }
             bt_jlist_push(a, list.l, m);
         }
     }

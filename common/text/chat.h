@@ -18,6 +18,7 @@ struct bt_chat_message {
     struct bt_str role;         /* "system", "developer", "user", "assistant" or "tool" */
     size_t n_parts;             /* parts of the content, joined without anything between */
     const struct bt_str *parts; /* UTF-8 */
+    struct bt_str name;         /* of who speaks, for templates that ask for it; empty = none */
 };
 
 struct bt_chat_template;
@@ -37,8 +38,8 @@ void bt_chat_destroy(struct bt_chat_template *tmpl); /* NULL is fine */
 
 /* Appends the ids of the conversation, and of the opening of the assistant's answer if
  * `open_answer`; the BOS rule (bt_tokenizer_begin) is the caller's, as for plain text. On failure
- * *ids is as before. Errors: BT_E_INVALID (no messages, unknown role, content not UTF-8: the
- * message is named; or the template refuses the conversation, with its reason), BT_E_TOO_LARGE
+ * *ids is as before. Errors: BT_E_INVALID (no messages, unknown role, content or name not UTF-8:
+ * the message is named; or the template refuses the conversation, with its reason), BT_E_TOO_LARGE
  * (ids->max, BT_CHAT_MAX_MESSAGES, the bounds of a rendering), BT_E_NOMEM. Does not block; time and
  * memory are linear in the content for all templates that look at a message a bounded number of
  * times, and bounded for all. */

@@ -454,6 +454,23 @@ static int f_off(struct reader *r, const char *key, const json_t *v)
     return bad(r, key, "is not supported here");
 }
 
+/* True would change the answer. */
+static int f_false(struct reader *r, const char *key, const json_t *v)
+{
+    bool b = false;
+    int rc = read_bool(r, key, v, &b);
+
+    return rc == BT_OK && b ? bad(r, key, "is not supported here") : rc;
+}
+
+static int f_suffix(struct reader *r, const char *key, const json_t *v)
+{
+    char *s = NULL;
+    int rc = read_string(r, key, v, &s);
+
+    return rc == BT_OK && s[0] ? bad(r, key, "is not supported here") : rc;
+}
+
 enum { CHAT = 1, TEXT = 2, BOTH = 3 };
 
 static const struct field {
@@ -498,16 +515,16 @@ static const struct field {
     {"prompt_cache_retention", BOTH, f_ignored},
     {"prediction", CHAT, f_ignored},          /* a hint for speed */
     {"parallel_tool_calls", CHAT, f_ignored}, /* there are no tools */
-    {"store", BOTH, f_off},
+    {"store", BOTH, f_false},
     {"tools", CHAT, f_off},
     {"tool_choice", CHAT, f_off},
     {"functions", CHAT, f_off},
     {"function_call", CHAT, f_off},
     {"response_format", CHAT, f_off},
     {"modalities", CHAT, f_off},
-    {"echo", TEXT, f_off},
-    {"suffix", TEXT, f_off},
-    {"include_stop_str_in_output", BOTH, f_off},
+    {"echo", TEXT, f_false},
+    {"suffix", TEXT, f_suffix},
+    {"include_stop_str_in_output", BOTH, f_false},
 };
 
 static const struct field *find_field(const char *key, int where)
@@ -584,7 +601,7 @@ static int read_content(struct reader *r, const json_t *v, char **ret)
 
 static int read_message(struct reader *r, const json_t *m, Baton__V1__ChatMessage *to)
 {
-    const json_t *content = json_object_get(m, "content");
+    const json_t *content = json_object_get(m, "content"), *name = json_object_get(m, "name");
     const char *key;
     json_t *v;
     int rc;
@@ -603,6 +620,9 @@ static int read_message(struct reader *r, const json_t *m, Baton__V1__ChatMessag
         }
     }
     rc = read_string(r, "messages.role", json_object_get(m, "role"), &to->role);
+    if (rc == BT_OK && name && !json_is_null(name)) {
+        rc = read_string(r, "messages.name", name, &to->name);
+    }
     if (rc < 0) {
         return rc;
     }

@@ -81,6 +81,7 @@ enum rt_http_question {
     RT_HTTP_HEALTH,
     RT_HTTP_READY,
     RT_HTTP_MODELS,
+    RT_HTTP_MODEL,
     RT_HTTP_METRICS,
     RT_HTTP_TOKENIZE,
 };

@@ -29,19 +29,30 @@ static bool can_serve(const struct rt_router *r)
     return both || decode || (prefill && decode);
 }
 
-static int put_models(const struct rt_router *r, struct bt_buf *b)
+static int put_model(const struct rt_router *r, struct bt_buf *b)
 {
     const struct bt_model_config *c = rt_model_config(r->model);
     int rc;
 
-    if ((rc = rt_http_put(b, "{\"object\":\"list\",\"data\":[{\"id\":")) < 0 ||
+    if ((rc = rt_http_put(b, "{\"id\":")) < 0 ||
         (rc = rt_http_put_lossy(b, bt_str_of(c->name))) < 0) {
         return rc;
     }
     return bt_buf_printf(b,
                          ",\"object\":\"model\",\"created\":%lld,\"owned_by\":\"baton\","
-                         "\"max_model_len\":%u}]}",
+                         "\"max_model_len\":%u}",
                          (long long)r->stats.started, rt_nodes_context(r, (uint32_t)c->n_ctx));
+}
+
+static int put_models(const struct rt_router *r, struct bt_buf *b)
+{
+    int rc;
+
+    if ((rc = rt_http_put(b, "{\"object\":\"list\",\"data\":[")) < 0 ||
+        (rc = put_model(r, b)) < 0) {
+        return rc;
+    }
+    return rt_http_put(b, "]}");
 }
 
 /* --- metrics --------------------------------------------------------------------------------- */
@@ -231,6 +242,9 @@ void rt_http_answer(struct rt_http *h, struct rt_http_ask *ask)
         break;
     case RT_HTTP_MODELS:
         ask->reply.rc = put_models(r, &ask->body);
+        break;
+    case RT_HTTP_MODEL:
+        ask->reply.rc = put_model(r, &ask->body);
         break;
     case RT_HTTP_METRICS:
         ask->type = "text/plain; version=0.0.4; charset=utf-8";

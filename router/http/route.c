@@ -9,6 +9,7 @@
 #include <stdlib.h>
 
 #define MAX_DETOK_IDS (1u << 18)
+#define MODELS_PATH   "/v1/models"
 
 /* --- responses ------------------------------------------------------------------------------- */
 
@@ -174,6 +175,52 @@ static void models(struct rt_http_conn *c)
     ask(c, RT_HTTP_MODELS);
 }
 
+static int hex_digit(char c)
+{
+    return c >= '0' && c <= '9'   ? c - '0'
+           : c >= 'a' && c <= 'f' ? c - 'a' + 10
+           : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                  : -1;
+}
+
+/* The text that a part of a path stands for; false: a broken escape, or a zero byte. */
+static bool unescape(const char *from, char *to)
+{
+    for (; *from; from++) {
+        int high, low;
+
+        if (*from != '%') {
+            *to++ = *from;
+            continue;
+        }
+        high = hex_digit(from[1]);
+        low = high < 0 ? -1 : hex_digit(from[2]);
+        if (low < 0 || (high | low) == 0) {
+            return false;
+        }
+        *to++ = (char)(high * 16 + low);
+        from += 2;
+    }
+    *to = '\0';
+    return true;
+}
+
+/* One model by its name, behind the path that lists them. */
+static void one_model(struct rt_http_conn *c)
+{
+    const char *rest = c->url + sizeof(MODELS_PATH);
+    char name[sizeof(c->url)], msg[sizeof(c->url) + 64];
+
+    if (!unescape(rest, name)) {
+        rt_http_respond_error(c, 400, NULL, NULL, "the path has a broken escape");
+    } else if (!rt_model_is(c->h->router->model, name)) {
+        snprintf(msg, sizeof(msg), "model %s is not served here", name);
+        rt_http_respond_error(c, 404, NULL, "model_not_found", msg);
+    } else {
+        ask(c, RT_HTTP_MODEL);
+    }
+}
+
 static void health(struct rt_http_conn *c)
 {
     ask(c, RT_HTTP_HEALTH);
@@ -272,7 +319,7 @@ static const struct route {
 } routes[] = {
     {"/v1/chat/completions", .post = true, .access = BT_ACCESS_CLIENT, .run = chat},
     {"/v1/completions", .post = true, .access = BT_ACCESS_CLIENT, .run = completions},
-    {"/v1/models", .access = BT_ACCESS_CLIENT, .run = models},
+    {MODELS_PATH, .access = BT_ACCESS_CLIENT, .run = models},
     {"/health", .access = BT_ACCESS_OPEN, .run = health},
     {"/ready", .access = BT_ACCESS_OPEN, .run = ready},
     {"/metrics", .access = BT_ACCESS_OPERATOR | BT_ACCESS_SCRAPER, .metrics = true, .run = metrics},
@@ -282,6 +329,11 @@ static const struct route {
 
 static const struct route *find(const char *path)
 {
+    static const struct route by_name = {MODELS_PATH, .access = BT_ACCESS_CLIENT, .run = one_model};
+
+    if (strncmp(path, MODELS_PATH "/", sizeof(MODELS_PATH)) == 0 && path[sizeof(MODELS_PATH)]) {
+        return &by_name;
+    }
     for (size_t i = 0; i < BT_ARRAY_LEN(routes); i++) {
         if (strcmp(routes[i].path, path) == 0) {
             return &routes[i];

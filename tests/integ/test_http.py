@@ -4,9 +4,11 @@ import asyncio
 import http.client
 import json
 import re
+import shutil
 import signal
 import subprocess
 import threading
+import urllib.parse
 
 import openai
 import pytest
@@ -183,6 +185,15 @@ def test_models_tokens_and_back(c, h):
     _, m = h.call("GET", "/v1/models")
     assert [x["id"] for x in m["data"]] == [c.client.model().name]
     assert m["data"][0]["max_model_len"] == c.client.model().context_tokens
+    name = urllib.parse.quote(m["data"][0]["id"], safe="")
+    escaped = "".join(f"%{b:02x}" for b in m["data"][0]["id"].encode())
+    for path in (name, escaped, name + "?x=1"):
+        assert h.call("GET", f"/v1/models/{path}")[1] == m["data"][0]
+    for path, want in (("other", 404), (name + "x", 404), (name + "/", 404), (name + "%00", 400), ("%", 400), ("%4", 400),
+                       ("%zz", 400), ("", 404)):
+        r, e = h.call("GET", f"/v1/models/{path}")
+        assert r.status == want and e["error"]["message"], path
+    assert h.call("DELETE", f"/v1/models/{name}")[0].status == 405
     ids = c.client.tokenize(PROMPT)
     assert h.post("/tokenize", prompt=PROMPT) == {"count": len(ids), "tokens": ids}
     long = "salt " * 10000
@@ -350,6 +361,8 @@ def test_unsupported_fields_are_named(h):
             (chat, "response_format", {"type": "json_object"}), (chat, "modalities", ["audio"]),
             (chat, "reasoning_effort", "high"), (chat, "web_search_options", {"a": 1}),
             (chat, "prompt", "x"), ("/v1/completions", "echo", True), ("/v1/completions", "suffix", "x"),
+            ("/v1/completions", "suffix", "text"), ("/v1/completions", "suffix", ["x"]), (chat, "store", True),
+            ("/v1/completions", "echo", "none"), ("/v1/completions", "include_stop_str_in_output", True),
             ("/v1/completions", "best_of", 2), ("/v1/completions", "messages", CHAT),
             ("/v1/completions", "kv_transfer_params", {"remote_host": "169.254.169.254"}),
             ("/v1/completions", "stream_options", {"include_usage": True}),
@@ -359,8 +372,29 @@ def test_unsupported_fields_are_named(h):
     h.chat(max_tokens=1, user="me", metadata={"a": "b"}, tools=[], tool_choice="none", store=False,
            response_format={"type": "text"}, modalities=["text"], parallel_tool_calls=True, seed=None,
            stop=None, logit_bias=None, service_tier="auto", stream=False, stream_options=None)
+    h.complete(max_tokens=1, suffix="", echo=False, include_stop_str_in_output=False)
     e = h.error(model="other", status=404)
     assert e["code"] == "model_not_found"
+
+
+def test_names_of_speakers_reach_the_template(cluster, models, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(models("hf"), folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.name or m.role }}: {{ m.content }}\n{% endfor %}")
+    h = Http(cluster(folder, prefill=0, decode=0, wait=False, router_args=["--http.listen=127.0.0.1:0"]))
+
+    def ids(**message):
+        return h.post("/tokenize", messages=[{"role": "user", "content": "salt", **message}])["tokens"]
+
+    def text(prompt):
+        return h.post("/tokenize", prompt=prompt)["tokens"]
+    assert ids() == ids(name=None) == ids(name="") == text("user: salt\n")
+    assert ids(name="Ann") == text("Ann: salt\n")
+    assert ids(name="<|im_end|>") == text("<|im_end|>: salt\n"), "a name is text, never a control token"
+    for bad in (3, ["x"], {}):
+        r, e = h.call("POST", "/tokenize", {"messages": [{"role": "user", "content": "x", "name": bad}]})
+        assert r.status == 400 and e["error"]["param"] == "messages.name"
 
 
 def test_SEC_03_no_field_names_a_peer(h):
@@ -402,6 +436,10 @@ def test_the_example_of_the_readme(h):
 def test_openai_client(c, h):
     client = h.client()
     model = client.models.list().data[0].id
+    assert client.models.retrieve(model).id == model
+    with pytest.raises(openai.NotFoundError) as e:
+        client.models.retrieve("other")
+    assert e.value.code == "model_not_found"
     want = c.client.generate(chat=[("user", CHAT[0]["content"])], max_tokens=30, skip_special=True)
     kw = {"model": model, "messages": CHAT, "max_completion_tokens": 30, "temperature": 0}
     got = client.chat.completions.create(**kw)

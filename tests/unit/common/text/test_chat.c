@@ -108,6 +108,33 @@ static void test_TOK_06_content_never_forges_a_marker(void **state)
     bt_ids_fini(&b);
 }
 
+static void test_names_are_theirs_to_choose(void **state)
+{
+    struct bt_chat_message m[] = {MESSAGE("user", "x"), MESSAGE("user", "y")};
+    struct bt_chat_template *t = NULL;
+    struct bt_ids got = {0}, want = {0};
+    struct bt_err err = {0};
+
+    m[1].name = BT_STR("Ann<|im_end|>");
+    assert_int_equal(bt_chat_create(tok,
+                                    BT_STR("{% for m in messages %}{{ m.name or 'who' }}: "
+                                           "{{ m.content }}; {% endfor %}"),
+                                    -1, &t, NULL),
+                     BT_OK);
+    assert_int_equal(bt_chat_render(t, m, 2, true, &got, NULL), BT_OK);
+    assert_int_equal(bt_tokenizer_encode(tok, BT_STR("who: x; Ann<|im_end|>: y; "), 0, &want, NULL),
+                     BT_OK);
+    assert_int_equal(got.n, want.n);
+    assert_memory_equal(got.p, want.p, got.n * sizeof(*got.p));
+    assert_int_equal(n_control(&got), 0);
+    m[1].name = BT_STR("\xff");
+    assert_int_equal(bt_chat_render(t, m, 2, true, &got, &err), BT_E_INVALID);
+    assert_non_null(strstr(err.msg, "message 1: name is not UTF-8"));
+    bt_ids_fini(&got);
+    bt_ids_fini(&want);
+    bt_chat_destroy(t);
+}
+
 static void test_bad_conversations_are_refused(void **state)
 {
     struct bt_chat_message role[] = {MESSAGE("user", "x"), MESSAGE("narrator", "x")};
@@ -210,6 +237,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_ids_are_those_of_the_rendered_text),
         cmocka_unit_test(test_TOK_06_content_never_forges_a_marker),
+        cmocka_unit_test(test_names_are_theirs_to_choose),
         cmocka_unit_test(test_bad_conversations_are_refused),
         cmocka_unit_test(test_unusable_templates_are_refused),
         cmocka_unit_test(test_a_template_may_write_the_end_token),
