@@ -33,14 +33,14 @@ bool ctl_takes(const struct ctl_command *c, const struct ctl_option *o, bool *re
 
 /* --- usage ----------------------------------------------------------------------------------- */
 
-static const char *default_of(const struct ctl_command *c, const struct ctl_option *o)
+const char *ctl_default_of(const struct ctl_command *c, const struct ctl_option *o)
 {
     return c->timeout && strcmp(o->name, "timeout") == 0 ? c->timeout : o->def;
 }
 
 static void show_option(FILE *to, const struct ctl_command *c, const struct ctl_option *o)
 {
-    const char *def = default_of(c, o);
+    const char *def = ctl_default_of(c, o);
     char left[64];
 
     snprintf(left, sizeof(left), "%s%c%s--%s%s%s", o->letter ? "-" : "",
@@ -240,7 +240,7 @@ int ctl_read_args(int argc, char **argv, struct ctl_args *ret)
     for (size_t i = 0; i < ctl_n_options; i++) {
         const struct ctl_option *o = &ctl_options[i];
         const char *value = o->env ? getenv(o->env) : NULL;
-        const char *def = default_of(c, o);
+        const char *def = ctl_default_of(c, o);
 
         if (value && value[0]) {
             if (set(ret, o, value) < 0) {

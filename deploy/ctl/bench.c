@@ -25,7 +25,9 @@ struct bench {
     int64_t n_started, n_done, n_failed, tokens;
     double *first_s, *token_s, *total_s; /* [n_ok], [n_tpot], [n_ok] */
     size_t n_ok, n_tpot;
-    int code; /* of the first failure */
+    int code;     /* of the first failure */
+    bool reached; /* there is a connection */
+    bool lost;    /* there was none for a request: no more are begun */
     struct slot *slots;
 };
 
@@ -52,9 +54,15 @@ static void on_message(struct bt_rpc_client_call *call, const ProtobufCMessage *
     s->whole = s->whole || m->finish != BATON__V1__FINISH_REASON__FINISH_NONE;
 }
 
-static int code_of(int status)
+static void on_state(void *user, enum bt_rpc_conn_state state)
 {
-    return status == BT_RPC_UNAVAILABLE         ? CTL_UNREACHABLE
+    ((struct bench *)user)->reached = state == BT_RPC_CONN_READY;
+}
+
+/* UNAVAILABLE is the router's own word as long as there is a connection. */
+static int code_of(const struct bench *b, int status)
+{
+    return status == BT_RPC_UNAVAILABLE         ? b->reached ? CTL_FAILED : CTL_UNREACHABLE
            : status == BT_RPC_DEADLINE_EXCEEDED ? CTL_TIMEOUT
            : status == BT_RPC_UNAUTHENTICATED || status == BT_RPC_PERMISSION_DENIED ? CTL_DENIED
                                                                                     : CTL_FAILED;
@@ -74,12 +82,15 @@ static void on_closed(struct bt_rpc_client_call *call, int status, const char *t
         }
         b->tokens += s->n_tokens;
     } else {
+        int code = code_of(b, status);
+
+        b->lost = b->lost || code == CTL_UNREACHABLE;
         if (b->n_failed++ == 0) {
             fprintf(stderr, "batonctl: %s: %s\n", bt_rpc_status_name(status), text);
-            b->code = code_of(status);
+            b->code = code;
         }
     }
-    if (b->n_started < b->a->requests && b->code != CTL_UNREACHABLE) {
+    if (b->n_started < b->a->requests && !b->lost) {
         start_one(s);
     } else if (b->n_done == b->n_started) {
         bt_loop_stop(b->loop);
@@ -214,7 +225,7 @@ static int ask_vocab(const struct ctl_args *a, uint32_t *ret)
 static int run(struct bench *b)
 {
     int64_t n = BT_MIN(b->a->concurrency, b->a->requests);
-    struct bt_rpc_channel_config cc = {.sec = ctl_access()};
+    struct bt_rpc_channel_config cc = {.sec = ctl_access(), .on_state = on_state, .user = b};
     struct bt_err err = {0};
     int rc = bt_loop_create(&b->loop, &err);
 

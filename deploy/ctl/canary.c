@@ -30,6 +30,16 @@ static void tell(const struct ctl_args *a, const char *what, const char *version
     }
 }
 
+/* A dry run orders nothing, but whoever would be asked must be there. */
+static int dry_share(const struct ctl_args *a, uint64_t deadline)
+{
+    struct ctl_view v = {0};
+    int code = ctl_look(a->router, deadline, &v);
+
+    ctl_view_free(&v);
+    return code;
+}
+
 static int set_share(const struct ctl_args *a,
                      const char *router,
                      const char *version,
@@ -144,7 +154,8 @@ int ctl_canary(const struct ctl_args *a)
         ctl_pools_close(&pools);
         json_decref(c.names);
     } else if (a->version) {
-        code = a->dry_run ? CTL_OK : set_share(a, a->router, a->version, a->percent, deadline);
+        code = a->dry_run ? dry_share(a, deadline)
+                          : set_share(a, a->router, a->version, a->percent, deadline);
     } else {
         fputs("batonctl: --binary or --image, or --version of nodes that are there\n", stderr);
         ctl_usage(stderr, a->command);
@@ -203,7 +214,7 @@ static int end_canary(const struct ctl_args *a, bool promote)
     int code;
 
     if (is_routers_alone(a)) {
-        code = a->dry_run ? CTL_OK : set_share(a, a->router, "", 0, deadline);
+        code = a->dry_run ? dry_share(a, deadline) : set_share(a, a->router, "", 0, deadline);
     } else {
         code = ctl_pools_open(a, deadline, &p);
         code = code != CTL_OK ? code : end(&p, &c, deadline);

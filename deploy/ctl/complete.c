@@ -25,6 +25,13 @@ static const char *subcommands(const struct ctl_command *c)
                                                 : "";
 }
 
+/* The value is something in the file system. */
+static bool is_file(const struct ctl_option *o)
+{
+    return o->value && (strcmp(o->value, "FILE") == 0 || strcmp(o->value, "PATH") == 0 ||
+                        strcmp(o->value, "FOLDER") == 0);
+}
+
 static void bash(void)
 {
     printf("# bash completion of batonctl; source it, or put it into\n"
@@ -43,10 +50,8 @@ static void bash(void)
             }
             printf("' -- \"$cur\")); return ;;\n");
         } else if (o->kind != CTL_K_FLAG) {
-            bool file = strstr(o->name, "file") != NULL || strcmp(o->name, "trace") == 0;
-
             printf("    --%s) %s return ;;\n", o->name,
-                   file ? "COMPREPLY=($(compgen -f -- \"$cur\"));" : "COMPREPLY=();");
+                   is_file(o) ? "COMPREPLY=($(compgen -f -- \"$cur\"));" : "COMPREPLY=();");
         }
     }
     printf("    esac\n    if [ \"$COMP_CWORD\" -eq 1 ]; then\n"
@@ -116,7 +121,7 @@ static void zsh(void)
                 }
                 printf(")");
             } else if (o->value) {
-                printf(":%s:%s", o->value, strstr(o->name, "file") ? "_files" : "");
+                printf(":%s:%s", o->value, is_file(o) ? "_files" : "");
             }
             printf("'");
         }
@@ -241,9 +246,12 @@ static void man_command(const struct ctl_command *c)
             }
             fputc('\n', stdout);
             roff(o->help);
-            if (o->def) {
+            if (o->env) {
+                printf(" (or %s)", o->env);
+            }
+            if (ctl_default_of(c, o)) {
                 printf(" (default ");
-                roff(o->def);
+                roff(ctl_default_of(c, o));
                 printf(")");
             }
             printf("%s.\n", must ? "; must be given" : "");

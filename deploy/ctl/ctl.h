@@ -100,6 +100,8 @@ extern const size_t ctl_n_commands;
 
 /* The command takes the option; *ret_must: it needs it. */
 bool ctl_takes(const struct ctl_command *c, const struct ctl_option *o, bool *ret_must);
+/* As text; NULL = none. */
+const char *ctl_default_of(const struct ctl_command *c, const struct ctl_option *o);
 /* Of one command, or of all of them where c is NULL. */
 void ctl_usage(FILE *to, const struct ctl_command *c);
 /* CTL_OK; else the exit code, and stderr says why. --help is CTL_OK with ret->help set and nothing

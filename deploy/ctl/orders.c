@@ -170,6 +170,21 @@ static int dry(const struct ctl_args *a, const char *verb)
     return code;
 }
 
+/* Until all routers have heard of it. */
+static int wait_settled(const struct ctl_args *a, uint64_t settle_ns, uint64_t deadline_ns)
+{
+    uint64_t now = bt_now_ns(), left = deadline_ns > now ? deadline_ns - now : 0;
+
+    ctl_sleep(BT_MIN(settle_ns, left));
+    if (settle_ns > left) {
+        fprintf(stderr,
+                "batonctl: the order for %s is given; not all routers may have heard of it\n",
+                a->words[0]);
+        return CTL_TIMEOUT;
+    }
+    return CTL_OK;
+}
+
 static int set_cordon(const struct ctl_args *a, bool on)
 {
     Baton__V1__OrderReply reply = BATON__V1__ORDER_REPLY__INIT;
@@ -181,7 +196,7 @@ static int set_cordon(const struct ctl_args *a, bool on)
     }
     code = ctl_order_cordon(a->router, a->words[0], on, deadline, &reply);
     if (code == CTL_OK && a->wait) {
-        ctl_sleep(reply.settle_ms * BT_NS_PER_MS);
+        code = wait_settled(a, reply.settle_ms * BT_NS_PER_MS, deadline);
     }
     return code == CTL_OK ? tell(a, on ? "cordoned" : "uncordoned", reply.kept) : code;
 }

@@ -18,6 +18,7 @@ import time
 import pytest
 
 from cluster import SANITIZED, SLOW, eventually
+from security import CLIENT, OPERATOR, Access, Tokens
 from wire import BUILD, DIRECT, LOCAL, ROOT, request
 
 TEXT = "the quiet harbor and the lamp keeper walk " * 60
@@ -428,6 +429,9 @@ def test_bench(cluster):
     out = ctl("bench", *at(c), "--requests", 2, "--prompt-tokens", 100000)
     assert out.returncode == 1 and "INVALID_ARGUMENT" in out.stderr
     assert ctl("bench", "--router", "127.0.0.1:1").returncode == 3
+    empty = cluster(prefill=0, decode=0, router_args=["--route.wait=0"])
+    out = ctl("bench", *at(empty), "--requests", 3)  # the router answers, but there are no nodes
+    assert out.returncode == 1 and "UNAVAILABLE" in out.stderr and "3 requests, 3 failed" in out.stdout, out
 
 
 def make_trace(path, n=200):
@@ -488,6 +492,9 @@ def test_completion():
         assert options <= complete("batonctl", name, "--"), name
     assert complete("batonctl", "status", "-o", "js") == {"json"}
     assert complete("batonctl", "cache", "fl") == {"flush"}
+    for o in ("--ca", "--key", "--token-file", "--supervisor", "--kubeconfig", "--binary", "--trace"):
+        assert complete("batonctl", "scale", o, "/dev/nul") == {"/dev/null"}, o
+    assert complete("batonctl", "scale", "--namespace", "/dev/nul") == set()
     assert ctl("completion", "tcsh").returncode == 2
 
 
@@ -500,6 +507,9 @@ def test_man_page():
         assert section, name
         for o in options - {"--help"}:
             assert o in section.group(1), (name, o)
+        for o, default in re.findall(r"(--[a-z-]+) .*\(default (.+)\)$", ctl(name, "--help").stdout, re.M):
+            assert re.search(rf"^\.B .*{o}\b.*\n.*\(default {re.escape(default)}\)\.$", section.group(1), re.M), (name, o)
+    assert "(or BATONCTL_TOKEN_FILE)" in plain
     codes = dict(re.findall(r"^  (\d)  (.+)$", ctl("--help").stdout, re.M))
     for code, meaning in codes.items():
         assert f".B {code}\n{meaning}." in plain
@@ -528,6 +538,31 @@ def test_CLI_01_exit_codes_and_streams(cluster):
         p.stdout.close()
         p.stderr.read()
         assert p.wait(20) != 0, name
+
+
+def test_CLI_01_without_the_right_token(cluster, tmp_path):
+    """401 and 403: one code, nothing on standard output, and what was shown is not repeated."""
+    t = Tokens(tmp_path)
+    c = cluster(node_args=t.node_args, access=Access(CLIENT, OPERATOR), router_args=t.router_args)
+    wrong = tmp_path / "wrong"
+    wrong.write_text("a-token-that-nobody-has\n")
+    looks = [["status"], ["requests"], ["explain", "x"], ["top", "--once"], ["cache"], ["cache", "find", "--text", "x"],
+             ["cache", "flush"], ["canary", "decode", "--version", "2", "--dry-run"], ["rollback", "decode", "--dry-run"]]
+    orders = [["cordon", "decode-0"], ["uncordon", "decode-0"], ["drain", "decode-0"], ["drain", "decode-0", "--wait"],
+              ["drain", "decode-0", "--dry-run"], ["canary", "decode", "--version", "2"], ["promote", "decode"]]
+    for words in (*looks, *orders, ["bench", "--requests", "1"]):
+        for token in (None, wrong, t.operators if words[0] == "bench" else t.clients):
+            for fmt in ([], ["-o", "json"]):
+                out = ctl(*words, *at(c), *fmt, *(["--token-file", token] if token else []))
+                assert out.returncode == 6 and out.stdout == "" and out.stderr, (words, token, out)
+                assert "nobody-has" not in out.stderr and CLIENT not in out.stderr
+    j = js("doctor", *at(c), code=1)
+    assert [f["fix"] for f in j["findings"] if f["check"] == "router"] == ["a token of operators (--token-file)"]
+    assert not c.client.nodes()["decode-0"].cordoned
+    for words in looks:
+        if words[0] != "explain":
+            assert ctl(*words, *at(c), "--token-file", t.operators).returncode == 0, words
+    assert ctl("canary", "decode", "--version", "2", "--dry-run", "--router", "127.0.0.1:1").returncode == 3
 
 
 def test_every_command_is_quick_when_idle(cluster):

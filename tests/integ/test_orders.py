@@ -141,6 +141,10 @@ def test_CLI_01_orders_that_cannot_be(cluster):
     out = ctl("drain", "decode-0", *at, "--dry-run", "-o", "json")
     assert json.loads(out.stdout)["would"] == "drain"
     assert not c.client.nodes()["decode-0"].cordoned
+    # Given, but not seen to have reached all routers within the time.
+    for extra in ([], ["-o", "json"]):
+        out = ctl("uncordon", "decode-0", *at, "--wait", "--timeout", "150ms", *extra)
+        assert out.returncode == 4 and "not all routers" in out.stderr and out.stdout == "", out
     c.redis.kill()
     out = ctl("cordon", "decode-0", *at)
     assert out.returncode == 1 and "redis" in out.stderr.lower(), out
