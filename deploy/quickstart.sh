@@ -92,7 +92,9 @@ start_supervisor() {
 # shellcheck disable=SC2086
 ensure_packages $BUILD_PACKAGES redis-server
 build=$ROOT_DIR/build-release
-step "building (first time: a minute or two)" build_tree "$build" --buildtype=release -Dtests=disabled ||
+cuda=disabled # its kernels take minutes to build, with a toolkit: only where there is a card
+[ ! -e /dev/nvidiactl ] || cuda=auto
+step "building (first time: a minute or two)" build_tree "$build" --buildtype=release -Dtests=disabled -Dcuda=$cuda ||
     die "the build failed"
 if [ -z "$model" ]; then
     ensure_model
