@@ -163,7 +163,9 @@ static void loop(struct bt_net *net)
 
         for (int i = 0; i < PROGRESS_BATCH && ucp_worker_progress(net->worker); i++) {
             busy = true;
+            bt_net_post_held(net);
         }
+        busy |= bt_net_post_held(net);
         busy |= bt_mailbox_drain(&net->mailbox, net) > 0;
         now = bt_now_ns();
         if (now > net->due_ns && now - net->due_ns > STALL_NS) {
@@ -176,6 +178,7 @@ static void loop(struct bt_net *net)
             busy |= bt_net_gate_poll(net);
         }
         busy |= bt_net_reap(net);
+        busy |= bt_net_post_held(net);
         if (net->stopping) {
             if (give_up == BT_NEVER_NS) {
                 give_up = now + STOP_NS;
@@ -390,6 +393,7 @@ static struct bt_net *new_net(const struct bt_net_cfg *cfg, const struct bt_net_
     bt_list_init(&net->gate_queue);
     bt_list_init(&net->peers);
     bt_list_init(&net->dying);
+    bt_list_init(&net->held);
     bt_list_init(&net->timers);
     bt_list_init(&net->mems);
     bt_list_init(&net->free_ops);

@@ -95,7 +95,8 @@ typedef void (*bt_net_done_fn)(void *arg, int rc);
 /* Get, put, flush and keys need a connection that is up, which it is once a message has come in;
  * messages may be sent before and wait. */
 /* [xfer] One message: `head` is copied (at most 4 KiB); `data` stays valid until done, which may be
- * called before the function returns. Messages of one peer arrive in order. */
+ * called before the function returns. Messages of one peer arrive in order, also those that a done
+ * callback sends. */
 int bt_net_send(struct bt_net_peer *peer,
                 struct bt_str head,
                 struct bt_str data,

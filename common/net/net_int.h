@@ -50,6 +50,7 @@ enum bt_net_peer_state { BT_NET_PEER_CONNECTING, BT_NET_PEER_UP, BT_NET_PEER_CLO
 struct bt_net_peer {
     struct bt_list link;       /* net->peers */
     struct bt_list dying_link; /* net->dying: to be closed, or closed and waiting for operations */
+    struct bt_list held_link;  /* net->held: UP, and its queue is not empty */
     struct bt_net *net;
     void *user;
     ucp_ep_h ep; /* NULL until UCX may call */
@@ -58,7 +59,7 @@ struct bt_net_peer {
     bool failed;              /* UCX has given the endpoint up */
     bool waiting;             /* for a safe moment to close */
     bool overdue;             /* do not wait any more for a safe moment to close */
-    struct bt_list queue;     /* struct bt_net_op.link: messages waiting for UP */
+    struct bt_list queue;     /* struct bt_net_op.link: messages waiting for UP, or for the loop */
     struct bt_net_timer up_timer;
     uint32_t mapped_pid;     /* its memory can be read; 0 = no */
     struct bt_net_home home; /* with mapped_pid: who it is */
@@ -141,6 +142,8 @@ struct bt_net {
     size_t max_head;
     struct bt_list peers;  /* struct bt_net_peer.link */
     struct bt_list dying;  /* struct bt_net_peer.dying_link */
+    struct bt_list held;   /* struct bt_net_peer.held_link: to be posted by the loop */
+    uint32_t in_done;      /* inside so many done callbacks */
     struct bt_list timers; /* by deadline */
     uint64_t due_ns;       /* when the loop comes round at the latest */
     uint64_t stalled_ns;   /* by so much it did not, all in all */
@@ -198,6 +201,8 @@ void bt_net_peer_call(struct bt_net_peer *peer, const struct sockaddr_storage *t
 int bt_net_peer_init_worker(struct bt_net *net, struct bt_err *err) BT_MUST_USE;
 int bt_net_listen(struct bt_net *net, struct bt_err *err) BT_MUST_USE;
 void bt_net_peer_fail(struct bt_net_peer *peer, int rc);
+/* Posts the messages that were sent from done callbacks; true if there were any. */
+bool bt_net_post_held(struct bt_net *net);
 /* Closes what is dying and reports what is dead; true if anything happened. */
 bool bt_net_reap(struct bt_net *net);
 struct bt_net_op *

@@ -67,12 +67,15 @@ void bt_net_op_free(struct bt_net_op *op)
 static void op_end(struct bt_net_op *op, ucs_status_t status)
 {
     bt_net_done_fn done = op->done;
+    struct bt_net *net = op->peer->net;
     void *arg = op->arg;
 
     op->peer->n_ops--;
     bt_net_op_free(op);
     if (done) {
+        net->in_done++;
         done(arg, bt_net_rc_of(status));
+        net->in_done--;
     }
 }
 
@@ -232,6 +235,7 @@ static void begin_close(struct bt_net_peer *peer)
     peer->up = peer->state == BT_NET_PEER_UP;
     peer->state = BT_NET_PEER_CLOSING;
     bt_net_timer_stop(&peer->up_timer);
+    bt_list_remove(&peer->held_link);
     cancel_queue(peer);
     if (!peer->ep) {
         peer->close_done = true;
@@ -319,6 +323,45 @@ static void soft_flush(struct bt_net_peer *peer)
     }
 }
 
+/* What waits goes out, then a close that waits for it. What is sent meanwhile waits for the next
+ * time. */
+static void post_queue(struct bt_net_peer *peer)
+{
+    struct bt_list todo, *it;
+    int rc = BT_OK;
+
+    bt_list_init(&todo);
+    bt_list_splice_back(&todo, &peer->queue);
+    while (rc == BT_OK && (it = bt_list_pop_front(&todo)) != NULL) {
+        peer->n_ops--; /* was counted as queued */
+        rc = send_op(BT_LIST_ENTRY(it, struct bt_net_op, link));
+    }
+    if (rc != BT_OK) {
+        bt_list_splice_back(&peer->queue, &todo); /* to be cancelled */
+        bt_net_peer_fail(peer, rc);
+    } else if (peer->flushing && bt_list_empty(&peer->queue)) {
+        soft_flush(peer);
+    }
+}
+
+bool bt_net_post_held(struct bt_net *net)
+{
+    struct bt_list todo, *it;
+    bool any = false;
+
+    bt_list_init(&todo);
+    bt_list_splice_back(&todo, &net->held);
+    while ((it = bt_list_pop_front(&todo)) != NULL) {
+        struct bt_net_peer *peer = BT_LIST_ENTRY(it, struct bt_net_peer, held_link);
+
+        any = true;
+        if (!peer->dying) {
+            post_queue(peer);
+        }
+    }
+    return any;
+}
+
 void bt_net_peer_close(struct bt_net_peer *peer, bool force)
 {
     if (peer->dying) {
@@ -328,7 +371,7 @@ void bt_net_peer_close(struct bt_net_peer *peer, bool force)
         bt_net_peer_fail(peer, BT_E_CANCELLED);
     } else if (!peer->flushing) {
         peer->flushing = true;
-        if (peer->state == BT_NET_PEER_UP) {
+        if (peer->state == BT_NET_PEER_UP && bt_list_empty(&peer->queue)) {
             soft_flush(peer);
         }
     }
@@ -356,6 +399,7 @@ static struct bt_net_peer *new_peer(struct bt_net *net, bool accepted)
     peer->accepted = accepted;
     peer->up_timer.fn = on_up_timer;
     bt_list_init(&peer->dying_link);
+    bt_list_init(&peer->held_link);
     bt_list_init(&peer->queue);
     bt_list_init(&peer->views);
     bt_list_push_back(&net->peers, &peer->link);
@@ -374,7 +418,6 @@ static void drop_new_peer(struct bt_net_peer *peer)
 static void go_up(struct bt_net_peer *peer)
 {
     struct bt_net *net = peer->net;
-    struct bt_list *it;
 
     if (peer->state != BT_NET_PEER_CONNECTING || peer->dying || !peer->hello_sent ||
         !peer->hello_seen) {
@@ -382,17 +425,9 @@ static void go_up(struct bt_net_peer *peer)
     }
     peer->state = BT_NET_PEER_UP;
     bt_net_timer_stop(&peer->up_timer);
-    while ((it = bt_list_pop_front(&peer->queue)) != NULL) {
-        int rc;
-
-        peer->n_ops--; /* was counted as queued */
-        rc = send_op(BT_LIST_ENTRY(it, struct bt_net_op, link));
-        if (rc != BT_OK) {
-            bt_net_peer_fail(peer, rc);
-            return;
-        }
-    }
-    if (peer->flushing) {
+    if (!bt_list_empty(&peer->queue)) {
+        bt_list_push_back(&net->held, &peer->held_link);
+    } else if (peer->flushing) {
         soft_flush(peer);
     }
     if (peer->accepted && net->on.accepted) {
@@ -722,6 +757,22 @@ int bt_net_peer_init_worker(struct bt_net *net, struct bt_err *err)
     return BT_OK;
 }
 
+/* UCX 1.13 calls back while it still hands out room to those that wait for it: what is posted there
+ * takes the room of others and overtakes them, over shared memory and over TCP. So what a done
+ * callback sends waits until UCX is left, and what comes later waits behind it. */
+static bool must_wait(struct bt_net_peer *peer)
+{
+    struct bt_net *net = peer->net;
+
+    if (peer->state == BT_NET_PEER_CONNECTING || !bt_list_empty(&peer->queue)) {
+        return true;
+    }
+    if (net->in_done > 0) {
+        bt_list_push_back(&net->held, &peer->held_link);
+    }
+    return net->in_done > 0;
+}
+
 int bt_net_send(struct bt_net_peer *peer,
                 struct bt_str head,
                 struct bt_str data,
@@ -749,15 +800,15 @@ int bt_net_send(struct bt_net_peer *peer,
     }
     op->head_bytes = head_bytes;
     op->data = data;
-    if (peer->state == BT_NET_PEER_CONNECTING) {
+    peer->tx_seq++;
+    if (must_wait(peer)) {
         peer->n_ops++;
-        peer->tx_seq++;
         bt_list_push_back(&peer->queue, &op->link);
         return BT_OK;
     }
     rc = send_op(op);
-    if (rc == BT_OK) {
-        peer->tx_seq++;
+    if (rc != BT_OK) {
+        peer->tx_seq--;
     }
     return rc;
 }

@@ -30,6 +30,7 @@ struct side {
     size_t bytes;  /* of message data */
     bool echo;
     bool quiet; /* count only: messages of several connections may overlap */
+    bool slow;  /* naps now and then: who sends has to wait for room */
     struct bt_mem_region mem;
     struct bt_net_mem *reg;
     struct bt_str key;
@@ -67,6 +68,9 @@ static void on_message(void *arg, struct bt_net_peer *peer, struct bt_str head, 
     }
     s->next++;
     s->bytes += data.n;
+    if (s->slow && s->next % 16 == 0) {
+        side_nap();
+    }
     if (s->echo) {
         s->bad += bt_net_send(peer, head, (struct bt_str){0}, NULL, NULL) != BT_OK;
     }
@@ -264,6 +268,89 @@ static void test_messages_tcp(void **state)
 static void test_messages_shm(void **state)
 {
     messages_over("auto", "shm");
+}
+
+struct flood {
+    struct bt_net_timer timer;
+    struct side *s;
+    uint32_t sent, done;
+};
+
+enum { FLOOD = 6000, FLOOD_AT_ONCE = 300 };
+
+static void on_flooded(void *arg, int rc);
+
+static void flood_one(struct flood *k)
+{
+    struct side *s = k->s;
+    struct bt_str data = {pattern + k->sent % 256, k->sent % 5 ? k->sent % 64 : 20000};
+    uint32_t n = k->sent++;
+
+    s->bad += bt_net_send(s->peer, (struct bt_str){(char *)&n, 4}, data, on_flooded, k) != BT_OK;
+}
+
+/* The end of one begins the next, while those between wait for room. */
+static void on_flooded(void *arg, int rc)
+{
+    struct flood *k = arg;
+
+    k->done++;
+    if (k->sent < FLOOD && k->sent - k->done < FLOOD_AT_ONCE) {
+        flood_one(k);
+    }
+    on_done(k->s, rc);
+}
+
+/* Once in each round of the loop. */
+static void on_flood(struct bt_net_timer *t)
+{
+    struct flood *k = BT_CONTAINER_OF(t, struct flood, timer);
+
+    if (k->sent < FLOOD && k->sent - k->done < FLOOD_AT_ONCE) {
+        flood_one(k);
+    }
+    if (k->sent < FLOOD) {
+        bt_net_timer_start(k->s->net, t, 0);
+    }
+}
+
+static void do_flood(void *arg)
+{
+    struct flood *k = arg;
+
+    k->timer.fn = on_flood;
+    on_flood(&k->timer);
+}
+
+/* Messages that wait for room in the other side's queue are overtaken by none: not in later rounds,
+ * and not from the callback of one that has just found room. */
+static void order_over(const char *transports)
+{
+    struct side a, b;
+    struct flood k = {.s = &a};
+
+    assert_int_equal(side_open(&a, transports), BT_OK);
+    assert_int_equal(side_open(&b, transports), BT_OK);
+    bring_up(&a, &b);
+    b.slow = true;
+    side_on_net(a.net, do_reset, &a);
+    side_on_net(a.net, do_flood, &k);
+    assert_true(EVENTUALLY(LOAD(b.messages) == FLOOD || LOAD(b.closed)));
+    assert_int_equal(LOAD(b.closed), 0);
+    assert_true(EVENTUALLY(LOAD(a.done) == FLOOD));
+    assert_int_equal(a.bad + a.failed + b.bad, 0);
+    bt_net_destroy(a.net);
+    bt_net_destroy(b.net);
+}
+
+static void test_order_while_there_is_no_room_tcp(void **state)
+{
+    order_over("tcp");
+}
+
+static void test_order_while_there_is_no_room_shm(void **state)
+{
+    order_over("auto");
 }
 
 /* An address of a real interface, and all interfaces at once. */
@@ -888,6 +975,8 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_messages_tcp),
         cmocka_unit_test(test_messages_shm),
+        cmocka_unit_test(test_order_while_there_is_no_room_tcp),
+        cmocka_unit_test(test_order_while_there_is_no_room_shm),
         cmocka_unit_test(test_other_addresses),
         cmocka_unit_test(test_rma_tcp),
         cmocka_unit_test(test_rma_shm),
