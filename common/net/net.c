@@ -221,8 +221,10 @@ static int open_context(struct bt_net *net, struct bt_err *err)
     if (status != UCS_OK) {
         return BT_FAIL(err, BT_E_CONFIG, "UCX configuration: %s", ucs_status_string(status));
     }
-    /* System V segments add nothing to POSIX ones but memory and a lane more. */
-    status = ucp_config_modify(config, "TLS", is_auto(net) ? "^sysv" : net->transports);
+    /* Nobody's shared memory: a process that is killed while it writes into the ring of another
+     * leaves a slot that is taken and never filled, and UCX 1.13 waits for it for ever: that node
+     * hears nobody on its host any more. Bytes of one host are read without UCX, see mapped.c. */
+    status = ucp_config_modify(config, "TLS", is_auto(net) ? "^sysv,posix" : net->transports);
     if (status == UCS_OK && net->devices[0]) {
         status = ucp_config_modify(config, "NET_DEVICES", net->devices);
     }

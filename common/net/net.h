@@ -31,7 +31,7 @@ enum bt_net_method {
 
 struct bt_net_cfg {
     const char *listen;       /* "host:port"; port 0 = any */
-    const char *transports;   /* "auto", or UCX transport names such as "tcp" or "posix,cma,tcp" */
+    const char *transports;   /* "auto", or UCX transport names such as "tcp" or "rc,tcp" */
     const char *devices;      /* UCX device names, "" = all that fit `listen` */
     const char *method;       /* "auto", "pull", "message", "put" */
     bool allow_insecure;      /* permits a listen address off loopback */
@@ -86,7 +86,8 @@ void *bt_net_peer_user(const struct bt_net_peer *peer);
 enum bt_net_method bt_net_peer_method(const struct bt_net_peer *peer);
 /* Address of the other side, for logs; borrowed. */
 const char *bt_net_peer_address(const struct bt_net_peer *peer);
-/* "shm", "tcp", "rdma": for logs and metrics; static. */
+/* How bytes come: "shm" (read from the peer's memory), "tcp", "rdma": for logs and metrics; static.
+ */
 const char *bt_net_peer_transport(const struct bt_net_peer *peer);
 
 /* [xfer] End of an operation: BT_OK, BT_E_CANCELLED, BT_E_PEER_LOST. */

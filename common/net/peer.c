@@ -637,6 +637,7 @@ static void learn_lanes(struct bt_net_peer *peer)
     }
     if (peer->mapped_pid) {
         peer->method = BT_NET_METHOD_PULL;
+        peer->transport = "shm";
     }
     if (net->forced_method >= 0) {
         peer->method = (enum bt_net_method)net->forced_method;

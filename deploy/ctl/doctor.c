@@ -15,7 +15,6 @@
 #include <stdlib.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
-#include <sys/statvfs.h>
 #include <sys/time.h>
 #include <sys/timex.h>
 #include <sys/un.h>
@@ -81,25 +80,6 @@ static void check_limits(struct report *r)
              "limit nofile", "LimitNOFILE=1048576 in the unit: every stream of a client is a file",
              "open files: %llu at most", (unsigned long long)lim.rlim_max);
     }
-}
-
-static void check_shm(struct report *r)
-{
-    struct statvfs fs;
-    char bytes[24];
-    double size;
-
-    if (statvfs("/dev/shm", &fs) != 0) {
-        find(r, WARN, "shared memory",
-             "mount tmpfs at /dev/shm (containers: --shm-size): nodes of one host hand KV over "
-             "by it",
-             "/dev/shm: %s", strerror(errno));
-        return;
-    }
-    size = (double)fs.f_blocks * (double)fs.f_frsize;
-    find(r, size >= 1e9 ? OK : WARN, "shared memory",
-         "a larger /dev/shm (containers: --shm-size, Kubernetes: an emptyDir of medium Memory)",
-         "/dev/shm: %s", ctl_bytes(size, bytes));
 }
 
 static bool read_number(const char *path, long long *ret)
@@ -446,7 +426,6 @@ int ctl_doctor(const struct ctl_args *a)
         return CTL_FAILED;
     }
     check_limits(r);
-    check_shm(r);
     check_memory(r);
     check_devices(r);
     check_clock(r);

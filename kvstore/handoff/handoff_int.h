@@ -20,7 +20,7 @@
 #define KV_PUMP_BYTES          (4u << 20)   /* hashed or copied in one go, then others get a turn */
 #define KV_PIECE_BYTES         (512u << 10) /* longest piece that is read or put */
 #define KV_AHEAD_BYTES         (2u << 20)   /* summed and not yet read: in P's second-level cache */
-#define KV_LOT_BYTES           (512u << 10) /* announced in one message */
+#define KV_LOT_BYTES           (1u << 20)   /* announced in one message */
 #define KV_DATA_PIECE_BYTES    (256u << 10) /* longest piece that travels in messages */
 #define KV_DATA_PART_BYTES     (60u << 10) /* of one message: fits a TCP segment of UCX, one copy */
 #define KV_MAX_WAITING_TICKETS 4096

@@ -283,7 +283,7 @@ def test_doctor(cluster):
     for f in j["findings"]:
         by.setdefault(f["check"], []).append(f)
         assert (f["level"] == "ok") == (f["fix"] == ""), f
-    for check in ("limit memlock", "limit nofile", "shared memory", "huge pages", "rdma", "gpu", "processors",
+    for check in ("limit memlock", "limit nofile", "huge pages", "rdma", "gpu", "processors",
                   "clock", "version", "redis", "roles", "membership", "node"):
         assert check in by, check
     assert {f["level"] for f in by["node"]} == {"ok"} and len(by["node"]) == 2
