@@ -62,7 +62,7 @@ static bool is_busy(void *arg, const struct kv_link *l)
         return false;
     }
     kv_server_check_leases(c, bt_now_ns());
-    kv_server_check_lent(c, bt_now_ns());
+    kv_server_check_puts(c, bt_now_ns());
     return c->n_gets + c->n_puts > 0;
 }
 

@@ -6,7 +6,8 @@
  * is a miss. How the bytes go depends on the transport: mapped memory and RDMA: the client reads
  * the pinned blocks and says when it is done; TCP: they are sent, all blocks' layer 0 first. A
  * block stays pinned until the client has let go, or its connection is closed by proof of the net;
- * who keeps a lease longer than lease_ns loses its connection.
+ * who keeps a lease longer than lease_ns, or leaves a put unfinished for so long, loses its
+ * connection.
  *
  * Put: room is reserved in host memory, filled, checked against the sums of the head, and only then
  * found by others. Mapped memory: this side reads the client's memory; TCP: the client sends; RDMA:

@@ -27,6 +27,7 @@ struct client {
     struct bt_list gets, puts;
     uint32_t n_gets, n_puts;
     uint64_t pinned_bytes, put_bytes; /* by gets, by puts */
+    uint64_t next_put_ns;             /* when the first of puts became it, by the end of another */
     uint32_t n_unread, n_untold;      /* of what it has lent: not read to the end; TAKEN is owed */
     uint64_t done[8];                 /* what is stored, and DONE is owed */
     uint32_t n_done;
@@ -43,8 +44,9 @@ void kv_server_drop_gets(struct client *c);
 bool kv_server_pump_gets(struct kv_server *s, size_t *budget);
 /* Closes clients that keep a lease for too long. */
 void kv_server_check_leases(struct client *c, uint64_t now);
-/* And those that have lent a block, had it read, and do not say what counts. */
-void kv_server_check_lent(struct client *c, uint64_t now);
+/* And those that leave a put unfinished: the next layer does not come, or the word on a block that
+ * was lent and read. */
+void kv_server_check_puts(struct client *c, uint64_t now);
 
 void kv_server_on_put(struct client *c, const struct wire_store *m, struct bt_str data);
 void kv_server_on_put_data(struct client *c, const struct wire_store *m, struct bt_str data);

@@ -20,8 +20,9 @@ struct put {
     struct kv_blob_shape shape;
     uint32_t layer; /* being filled */
     size_t offset;
-    bool reading;    /* pull: one read is under way */
-    bool sums_later; /* message: the sum of a layer comes with its last part */
+    uint64_t since_ns; /* since when its client owes the next layer (put: all); 0 = it owes none */
+    bool reading;      /* pull: one read is under way */
+    bool sums_later;   /* message: the sum of a layer comes with its last part */
     int rc;
     struct kv_copy copy; /* message: of that layer */
     /* lent: read from the client's pages; the sums are ours */
@@ -39,6 +40,9 @@ static void put_free(struct put *p)
     struct client *c = p->client;
     struct kv_server *s = c->server;
 
+    if (c->puts.next == &p->link) {
+        c->next_put_ns = bt_now_ns();
+    }
     bt_list_remove(&p->link);
     bt_list_remove(&p->pull_link);
     c->n_puts--;
@@ -255,6 +259,7 @@ static int begin(struct client *c,
     c->put_bytes += kv_blob_bytes(&meta->shape);
     p->req = m->req;
     p->method = (enum bt_net_method)m->method;
+    p->since_ns = m->type == WIRE_STORE_PUT && p->method != BT_NET_METHOD_PULL ? bt_now_ns() : 0;
     p->at = c->link->base + m->offset;
     p->shape = meta->shape;
     p->sums_later = m->type == WIRE_STORE_PUT && (m->flags & WIRE_STORE_SUMS_LATER);
@@ -436,13 +441,23 @@ void kv_server_on_verdict(struct client *c, const struct wire_store *m)
     }
 }
 
-void kv_server_check_lent(struct client *c, uint64_t now)
+/* Puts are filled in the order in which they were begun: the first one's client has the time that
+ * is left since the one before it ended. */
+void kv_server_check_puts(struct client *c, uint64_t now)
 {
+    uint64_t lease = c->server->cfg.lease_ns;
+    bool first = true;
+
     bt_list_for_each (it, &c->puts) {
         struct put *p = BT_LIST_ENTRY(it, struct put, link);
+        bool late = p->told && now - p->taken_ns > lease;
 
-        if (c->link && p->told && now - p->taken_ns > c->server->cfg.lease_ns) {
-            kv_link_close(c->link, BT_E_DEADLINE, "no word on a block that was taken");
+        if (p->since_ns && first) {
+            late = now - BT_MIN(now, BT_MAX(p->since_ns, c->next_put_ns)) > lease;
+            first = false;
+        }
+        if (c->link && late) {
+            kv_link_close(c->link, BT_E_DEADLINE, "a put was left unfinished for too long");
             return;
         }
     }
@@ -569,6 +584,7 @@ void kv_server_on_put_data(struct client *c, const struct wire_store *m, struct 
     kv_copy_flush(&p->copy);
     p->offset += data.n;
     if (p->offset == p->shape.layer_bytes) {
+        p->since_ns = bt_now_ns();
         if (p->sums_later) {
             p->sums[p->layer] = m->sum;
         }
