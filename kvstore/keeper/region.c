@@ -159,25 +159,33 @@ static int make_memory(const struct kv_keeperd *k, struct kv_region *r, struct b
     return rc;
 }
 
-/* Memory of another process: a memory file of the size that it says. Device memory's descriptor
- * says nothing; whoever imports it finds out. */
+/* Memory of another process: a memory file of the size that it says, which nobody can make smaller
+ * or unwritable under those who map it next. Device memory's descriptor says nothing; whoever
+ * imports it finds out. */
 static int
 check_memory(int fd, const struct kv_keeper_request *q, uint64_t *ret, struct bt_err *err)
 {
     struct stat st;
+    int seals;
 
     if (q->kind == BT_MEM_CUDA) {
         *ret = q->bytes;
         return BT_OK;
     }
-    if (fcntl(fd, F_GET_SEALS) < 0 || fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
+    seal_size(fd); /* first: its size may change until then */
+    seals = fcntl(fd, F_GET_SEALS);
+    if (seals < 0 || fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
         return BT_FAIL(err, BT_E_INVALID, "region %s: the descriptor is no memory", q->region);
+    }
+    if (!(seals & F_SEAL_SHRINK)) {
+        return BT_FAIL(err, BT_E_INVALID, "region %s: its size cannot be sealed", q->region);
     }
     if ((uint64_t)st.st_size < q->bytes) {
         return BT_FAIL(err, BT_E_INVALID, "region %s: %llu bytes, not %llu", q->region,
                        (unsigned long long)st.st_size, (unsigned long long)q->bytes);
     }
-    if ((fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDWR) {
+    if ((fcntl(fd, F_GETFL) & O_ACCMODE) != O_RDWR ||
+        (seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE))) {
         return BT_FAIL(err, BT_E_INVALID, "region %s: the descriptor cannot be written", q->region);
     }
     *ret = (uint64_t)st.st_size;
@@ -327,9 +335,6 @@ int kv_region_take(struct kv_keeperd *k,
     r = new_region(owner, q);
     if (!r) {
         return BT_FAIL(err, BT_E_NOMEM, "no memory");
-    }
-    if (q->kind == BT_MEM_HOST) {
-        seal_size(fd);
     }
     r->bytes = bytes;
     r->id = q->id;

@@ -495,12 +495,16 @@ static void test_hostile(void **state)
 {
     pid_t keeper = start_keeper(&usual);
     int before = count_idle_fds(keeper), mem = memfd_create("m", 0), fds[2], fd, ro;
+    int sealed = memfd_create("s", MFD_ALLOW_SEALING), fixed = memfd_create("f", MFD_ALLOW_SEALING);
     char junk[sizeof(struct kv_keeper_rows) + 100], name[64];
     struct kv_keeper_request q = request("kv", BYTES);
     struct kv_keeper_hello h = {.incarnation = 1};
     struct kv_packet p;
 
     assert_int_equal(ftruncate(mem, BYTES), 0);
+    assert_int_equal(ftruncate(sealed, BYTES), 0);
+    assert_int_equal(ftruncate(fixed, BYTES), 0);
+    assert_int_equal(fcntl(fixed, F_ADD_SEALS, F_SEAL_WRITE), 0);
     assert_int_equal(pipe(fds), 0);
     snprintf(name, sizeof(name), "/proc/self/fd/%d", mem);
     ro = open(name, O_RDONLY);
@@ -581,8 +585,15 @@ static void test_hostile(void **state)
     assert_refused(&p, BT_E_INVALID);
     p = give(fd, q, ro);
     assert_refused(&p, BT_E_INVALID);
-    q.bytes = BYTES + 1;
+    /* What could be made smaller under those who map it, or lets nobody write. */
     p = give(fd, q, mem);
+    assert_refused(&p, BT_E_INVALID);
+    assert_non_null(strstr(p.refused.text, "sealed"));
+    p = give(fd, q, fixed);
+    assert_refused(&p, BT_E_INVALID);
+    assert_non_null(strstr(p.refused.text, "written"));
+    q.bytes = BYTES + 1;
+    p = give(fd, q, sealed);
     assert_refused(&p, BT_E_INVALID);
     /* Sizes beyond all bounds. */
     q.bytes = UINT64_MAX;
@@ -601,8 +612,12 @@ static void test_hostile(void **state)
     hello(fd, "n0", 1);
     p = get(fd, request("kv", BYTES));
     assert_granted(&p, true);
+    p = give(fd, request("mine", BYTES), sealed);
+    assert_granted(&p, false);
     close(fd);
     close(mem);
+    close(sealed);
+    close(fixed);
     close(ro);
     close(fds[0]);
     close(fds[1]);
