@@ -43,26 +43,32 @@ static struct ask make_ask(uint32_t i)
     return q;
 }
 
-static void submit(struct rig *r, uint32_t i, uint64_t tag)
+static void submit_ask(struct rig *r, const struct ask *q, uint64_t tag)
 {
-    struct ask q = make_ask(i);
     struct wire_sampling s;
     struct kn_submit_args a = {.tag = tag,
-                               .prompt = q.prompt,
-                               .n_prompt = q.n_prompt,
+                               .prompt = q->prompt,
+                               .n_prompt = q->n_prompt,
                                .sampling = &s,
                                .claim = tag,
                                .deadline_ns = BT_NEVER_NS};
 
     wire_sampling_defaults(&s);
-    s.max_tokens = q.max_tokens;
+    s.max_tokens = q->max_tokens;
     s.ignore_eos = true;
-    if (q.seed) {
+    if (q->seed) {
         s.temperature = 0.9f;
         s.repetition_penalty = 1.1f;
-        s.seed = q.seed;
+        s.seed = q->seed;
     }
     assert_int_equal(kn_engine_submit(r->engine, &a, NULL), BT_OK);
+}
+
+static void submit(struct rig *r, uint32_t i, uint64_t tag)
+{
+    struct ask q = make_ask(i);
+
+    submit_ask(r, &q, tag);
 }
 
 static void check(const struct rig *r, uint64_t tag, uint32_t i)
@@ -77,7 +83,7 @@ static void check(const struct rig *r, uint64_t tag, uint32_t i)
 static void node_open(struct node *n, struct rig_opts o, struct kv_tiers_conf conf)
 {
     static char none[] = "";
-    struct kv_tiers_cfg cfg = {.conf = &conf};
+    struct kv_tiers_cfg cfg = {.conf = &conf, .key_bits = o.key_bits};
     struct bt_err err = {0};
 
     memset(n, 0, sizeof(*n));
@@ -204,6 +210,82 @@ static void test_from_disk(void **state)
     remove_folder(conf.disk_path);
 }
 
+/* Many prompts that begin alike in twos, all different in the end. */
+static struct ask make_crowd(uint32_t i)
+{
+    int32_t n_vocab = bt_model_config(model)->n_vocab;
+    struct ask q = {.n_prompt = 4 * BLOCK + 1, .max_tokens = 3};
+
+    for (uint32_t k = 0; k < q.n_prompt; k++) {
+        uint32_t family = k < BLOCK ? i / 2 : i + 1000;
+
+        q.prompt[k] =
+            (int32_t)(3 + (family * 7919 + k * k * 31 + k * 17) % (uint32_t)(n_vocab - 3));
+    }
+    return q;
+}
+
+#define N_CROWD 120
+
+static void ask_one_of_crowd(struct node *n, uint32_t i, uint64_t first)
+{
+    struct ask q = make_crowd(i);
+    const struct rig_result *got = &n->rig.results[n->tag];
+
+    submit_ask(&n->rig, &q, n->tag);
+    rig_wait(&n->rig, (uint32_t)++n->tag);
+    assert_int_equal(got->n, q.max_tokens);
+    assert_memory_equal(got->ids, plain.results[first + i].ids, got->n * sizeof(int32_t));
+}
+
+/* Each once more when three others have come: pushed out of the pool, not yet of host memory. */
+static void ask_crowd(struct node *n, uint64_t first)
+{
+    for (uint32_t i = 0; i < N_CROWD; i++) {
+        ask_one_of_crowd(n, i, first);
+        if (i >= 3) {
+            ask_one_of_crowd(n, i - 3, first);
+        }
+    }
+}
+
+/* Keys of 8 bits in the pool, in host memory and on disk at once, and again after a restart with
+ * what lies on disk: a collision is a miss wherever it is met, and no answer is another one's. */
+static void test_PFX_01_collisions_in_every_tier(void **state)
+{
+    struct kv_tiers_conf conf = {.disk_path = make_folder(), .disk_bytes = 256 << 20};
+    struct rig_opts o = {1, 8, 64, 8, 64, .key_bits = 8, .always_bring = true};
+    const uint64_t first = plain.n_last;
+    struct node n;
+
+    for (uint32_t i = 0; i < N_CROWD; i++) {
+        struct ask q = make_crowd(i);
+
+        submit_ask(&plain, &q, first + i);
+        rig_wait(&plain, (uint32_t)first + i + 1);
+    }
+    conf.host_bytes = 16 * 12288;
+    for (int life = 0; life < 2; life++) {
+        uint64_t end = bt_deadline_ns(20 * BT_NS_PER_S);
+        struct kn_engine_stats s;
+
+        node_open(&n, o, conf);
+        do { /* blocks sink in the background */
+            ask_crowd(&n, first);
+            s = kn_engine_stats(n.rig.engine);
+        } while ((s.tier_tokens[KV_TIER_DISK] == 0 || s.tier_tokens[KV_TIER_HOST] == 0) &&
+                 n.tag + 2 * N_CROWD < RIG_MAX_TAGS && bt_now_ns() < end);
+        assert_true(s.tier_tokens[KV_TIER_DISK] > 0 && s.tier_tokens[KV_TIER_HOST] > 0);
+        assert_true(s.key_collisions > 20);
+        assert_true(kv_tiers_stats(n.tiers).collisions > 100);
+        assert_int_equal(kv_tiers_stats(n.tiers).disk.bad, 0);
+        assert_true(kn_engine_stop(n.rig.engine));
+        kv_tiers_flush(n.tiers, bt_deadline_ns(10 * BT_NS_PER_S));
+        node_close(&n);
+    }
+    remove_folder(conf.disk_path);
+}
+
 /* Too many answers for the pool: swapped and resumed, not a bit is different. */
 static void test_preempted(void **state)
 {
@@ -278,8 +360,11 @@ static int close_model(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_from_host_memory),  cmocka_unit_test(test_slow_loads),
-        cmocka_unit_test(test_from_disk),         cmocka_unit_test(test_preempted),
+        cmocka_unit_test(test_from_host_memory),
+        cmocka_unit_test(test_slow_loads),
+        cmocka_unit_test(test_from_disk),
+        cmocka_unit_test(test_PFX_01_collisions_in_every_tier),
+        cmocka_unit_test(test_preempted),
         cmocka_unit_test(test_TIER_06_cancelled),
     };
 
