@@ -261,6 +261,16 @@ static int put_index(const struct rt_router *r, struct bt_buf *b)
     return rc < 0 ? rc : bt_buf_printf(b, "%s %u\n", name, n_full);
 }
 
+static int put_queue(const struct rt_router *r, struct bt_buf *b)
+{
+    static const char name[] = "baton_router_oldest_wait_seconds";
+    int rc = rt_http_put_help(b, name, "gauge",
+                              "How long the first of the requests that wait here has waited.");
+    double oldest = rt_fair_oldest_s(r->admit.fair, bt_loop_now(r->loop));
+
+    return rc < 0 ? rc : bt_buf_printf(b, "%s %.6f\n", name, oldest);
+}
+
 static int put_nodes(const struct rt_router *r, struct bt_buf *b)
 {
     static const struct {
@@ -382,7 +392,7 @@ int rt_http_put_series(const struct rt_router *r, struct bt_buf *b)
 
     if ((rc = put_times(s, b)) < 0 || (rc = put_stages(s, b)) < 0 || (rc = put_tiers(s, b)) < 0 ||
         (rc = put_tenants(s, b)) < 0 || (rc = put_nodes(r, b)) < 0 || (rc = put_index(r, b)) < 0 ||
-        (rc = put_ops(r, b)) < 0) {
+        (rc = put_queue(r, b)) < 0 || (rc = put_ops(r, b)) < 0) {
         return rc;
     }
     return put_info(r, b);

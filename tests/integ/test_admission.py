@@ -8,6 +8,7 @@ import pytest
 
 from cluster import SLOW, eventually
 from fakenode import FakeNode
+from test_http import Http
 from test_route import decode_answer, fakes, ids, prefill_answer  # noqa: F401
 from wire import DIRECT, LOCAL
 
@@ -114,6 +115,32 @@ def test_tenants_share_and_priorities_pass(fakes):
     assert max(order.index(1100 + i) for i in range(3)) <= 7, order  # b is not behind all of a
     assert [n for n in order if n < 1100] == sorted(n for n in order if n < 1100)
     assert c.client.server().admission.queued == 0
+
+
+def test_SCHED_04_oldest_wait_is_shown(fakes):
+    held = []
+    p = FakeNode("p0", "prefill", cache=Load(steps=STEPS), on_start=lambda s, m: held.append((s, m)))
+    c = fakes(p, FakeNode("d0", "decode", on_start=decode_answer),
+              router_args=["--admission.node_queue=100ms", "--admission.first_token=0s", "--http.listen=127.0.0.1:0"])
+
+    def oldest():
+        return Http(c).metric("baton_router_oldest_wait_seconds")
+
+    eventually(lambda: c.client.nodes()["p0"].prefill_tokens_per_s > 0, 10, "measured")
+    assert oldest() == 0
+    threads = []
+    for i in range(2):  # the second one waits for the first
+        threads.append(threading.Thread(target=ask, args=(c.client, ids(i, 1000))))
+        threads[-1].start()
+        eventually(lambda i=i: len(held) + c.client.server().admission.queued == i + 1, 10, "there")
+    first = eventually(oldest, 10, "a wait")
+    eventually(lambda: oldest() > first, 10, "a longer one")
+    prefill_answer(*held[0])
+    eventually(lambda: len(held) == 2, 20, "the next one")
+    eventually(lambda: oldest() == 0, 10, "nobody waits")
+    prefill_answer(*held[1])
+    for t in threads:
+        t.join()
 
 
 def test_queue_is_bounded(fakes):
