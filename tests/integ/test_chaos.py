@@ -1,9 +1,11 @@
 """Everything at once: chats over every path with tiers, a keeper, daemons and Redis, while processes are
-killed, stopped for a while, asked to end or, Redis, emptied at random. Every answer that comes equals that
-of a node without a cache, errors are few and clear, and in the end nothing is held by anybody."""
+killed, stopped for a while or asked to end at random, Redis is emptied, full or a replica for a while, and
+files of the disk tiers are damaged. Every answer that comes equals that of a node without a cache, errors are
+few and clear, and in the end nothing is held by anybody."""
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 
@@ -79,6 +81,45 @@ class Chats:
             t.join()
 
 
+def redis_cli(c, *args):
+    def said():  # it may have been started a moment ago
+        return subprocess.run(["redis-cli", "-s", str(c.folder / "redis.sock"), *args], capture_output=True, timeout=20,
+                              check=False).returncode == 0
+    eventually(said, 20, "an answer of Redis")
+
+
+def make_redis_ill(c, rng):
+    ill, well = rng.choice([(("config", "set", "maxmemory", "1"), ("config", "set", "maxmemory", "0")),
+                            (("replicaof", "127.0.0.1", "1"), ("replicaof", "no", "one")),
+                            (("flushall",), ("ping",))])
+    redis_cli(c, *ill)
+    time.sleep(rng.choice([0.1, 1, 4]))  # the last is longer than a lease
+    redis_cli(c, *well)
+
+
+def damage_files(folder, rng):
+    """Some blocks of every disk tier: a byte flipped, cut, emptied or gone."""
+    for f in sorted(folder.rglob("*.kv")):
+        if rng.random() > 0.3:
+            continue
+        try:
+            size = f.stat().st_size
+            how = rng.choice(["flip", "cut", "empty", "gone"])
+            if how == "flip":
+                with open(f, "r+b") as file:
+                    at = rng.randrange(size)
+                    file.seek(at)
+                    byte = file.read(1)
+                    file.seek(at)
+                    file.write(bytes([byte[0] ^ 1]))
+            elif how == "gone":
+                f.unlink()
+            else:
+                os.truncate(f, 0 if how == "empty" else size // 2)
+        except (FileNotFoundError, ValueError, IndexError):  # it has gone, or is damaged already
+            pass
+
+
 def hurt(c, name, how, rng):
     p = c.redis if name == "redis" else c.procs[name]
     if how == "stop":
@@ -97,7 +138,7 @@ def hurt(c, name, how, rng):
 
 
 def test_everything_at_once(cluster, models, tmp_path):
-    rng = random.Random(7)
+    rng = random.Random(int(os.environ.get("BATON_TEST_SEED", "7")))
     sharing = ["--store.enabled=on", "--engine.bring=always", f"--tier.host_bytes={40 * BLOB}",
                "--tier.disk_write_rate=0"]
     plain = Cluster(models("tiny"), prefill=0, decode=1, role="both", pool="256M",
@@ -118,7 +159,13 @@ def test_everything_at_once(cluster, models, tmp_path):
     try:
         for _ in range(EVENTS):
             time.sleep(rng.uniform(0.2, 1))
-            hurt(c, rng.choice([*names, "keeper", "redis"]), rng.choice(["kill", "stop", "end"]), rng)
+            what = rng.choice([*names, "keeper", "redis", "redis is ill", "files"])
+            if what == "redis is ill":
+                make_redis_ill(c, rng)
+            elif what == "files":
+                damage_files(tmp_path, rng)
+            else:
+                hurt(c, what, rng.choice(["kill", "stop", "end"]), rng)
     finally:
         chats.end()
     print(f"\n{EVENTS} rounds, {chats.good} answers, {len(chats.wrong)} wrong, errors: {chats.errors}")

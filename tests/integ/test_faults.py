@@ -214,9 +214,9 @@ GARBAGE = [b"", b"\x00" * 4096, os.urandom(65536), b"GET / HTTP/1.1\r\nHost: x\r
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("kind,n", [("listen", 3), ("net", 2)])
+@pytest.mark.parametrize("kind,n", [("listen", 4), ("net", 3), ("store", 1)])
 def test_garbage_at_every_port(cluster, kind, n):
-    c = cluster()
+    c = cluster(kvstore=1)
     c.allow("level=(warn|error).*(peer|net|xfer|ucx|UCX|grpc)")
     ports = [p.ready[kind] for p in c.procs.values() if kind in p.ready]
     assert len(ports) == n

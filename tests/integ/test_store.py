@@ -1,6 +1,8 @@
 """The store path: prefill and decode nodes that never connect, daemons that die, drain and fill up."""
 import signal
+import subprocess
 import threading
+import time
 import urllib.request
 
 import grpc
@@ -329,6 +331,166 @@ def test_TIER_05_daemon_restarts_with_its_disk(cluster, tmp_path):
     assert c.status("store-0").incarnation > before
     eventually(lambda: c.status("store-0").blocks_announced >= 2 * N_PROMPTS, 20, "announced again")
     hits_on_another(c, want)
+
+
+BLOB = 3 * 2 * 2 * 16 * 128 * 2  # layers, K and V, heads, dim, tokens of a block, bytes
+
+
+def test_TIER_05_daemon_killed_and_restarted_with_its_disk(cluster, tmp_path):
+    """Without a word of farewell: what had sunk to disk is announced by the next life and is a hit; asked in between
+    it is computed, and nobody waits for the dead."""
+    c = cluster(prefill=0, decode=1, role="both", kvstore=1, node_args=SHARING,
+                kvstore_args=[f"--tier.disk_path={tmp_path}", f"--tier.host_bytes={32 * BLOB}",
+                              "--tier.disk_write_rate=0"])
+    want = fill(c)
+
+    eventually(lambda: len(list(tmp_path.rglob("*.kv"))) >= 12, 20, "blocks on disk")
+    before = c.status("store-0").incarnation
+    c.add_node("decode", "decode-8", [*SHARING, "--role=both"]).wait_ready()
+    eventually(lambda: "decode-8" in c.ready_nodes(), 10, "router knows")
+    c.procs["store-0"].kill()
+    c.procs["decode-0"].kill()
+    c.allow("from=ready to=lost", "event=store_")
+    eventually(lambda: c.ready_nodes() == ["decode-8"], 10, "router knows")
+    a = ask(c, 300, AUTO, N_PROMPTS - 1)
+    assert a.tokens == want[N_PROMPTS - 1] and cached(a) == 0
+    c.restart("store-0")
+    assert c.status("store-0").incarnation > before
+    eventually(lambda: c.status("store-0").blocks_announced >= 12, 20, "announced again")
+    eventually(lambda: c.status("decode-8").store_daemons == 1, 10, "daemon known")
+    prompts = iter(range(N_PROMPTS - 1))
+
+    def hit():
+        seed = next(prompts)
+        loaded = c.status("decode-8").store_loaded
+        a = ask(c, 300, AUTO, seed)
+        assert a.tokens == want[seed]
+        return c.status("decode-8").store_loaded > loaded
+    eventually(hit, 20, "a hit")
+
+
+def redis_cli(c, *args):
+    return subprocess.run(["redis-cli", "-s", str(c.folder / "redis.sock"), *args], capture_output=True, text=True,
+                          timeout=20, check=True).stdout
+
+
+class RedisIll:
+    """Ways in which Redis fails those who use it, and back."""
+
+    @staticmethod
+    def frozen(c):
+        c.redis.signal(signal.SIGSTOP)
+        return lambda: c.redis.signal(signal.SIGCONT)
+
+    @staticmethod
+    def killed(c):
+        c.redis.kill()
+        (c.folder / "redis.sock").unlink()
+        return c.redis.start
+
+    @staticmethod
+    def full(c):
+        redis_cli(c, "config", "set", "maxmemory", "1")
+        return lambda: redis_cli(c, "config", "set", "maxmemory", "0")
+
+    @staticmethod
+    def replica(c):
+        redis_cli(c, "replicaof", "127.0.0.1", "1")
+        return lambda: redis_cli(c, "replicaof", "no", "one")
+
+
+@pytest.mark.parametrize("how", ["frozen", "killed", "full", "replica"])
+def test_TIER_05_redis_ill(cluster, how):
+    """Every prompt is served as before over every path, nobody is dropped for longer than a lease, no prompt waits for
+    Redis, and afterwards the index has all again, what was computed meanwhile as well."""
+    c = cluster(prefill=1, decode=1, kvstore=1, node_args=["--store.enabled=on", "--tier.host_bytes=64M"])
+    c.allow("event=redis_", "event=index_", "orders")
+    for n in ("prefill-0", "decode-0"):
+        eventually(lambda n=n: c.status(n).store_daemons == 1, 10, f"daemon known to {n}")
+    plain = {(s, p): ask(c, 300, p, s).tokens for s in range(3) for p in (LOCAL, STORE)}
+    seeds = iter(range(100, 10000))
+    fastest = [min(ask(c, 300, LOCAL, next(seeds), 1).timing.first_token for _ in range(15))]
+    everybody = sorted(c.ready_nodes())
+    heal = getattr(RedisIll, how)(c)
+    try:
+        eventually(lambda: c.client.server().membership == "frozen", 30, "frozen")
+        end = time.monotonic() + 4  # longer than a lease
+        while time.monotonic() < end:
+            for (s, p), tokens in plain.items():
+                a = ask(c, 300, p, s)
+                assert a.tokens == tokens and a.timing.retries == 0
+                assert p == LOCAL or a.timing.path == STORE
+            assert sorted(c.ready_nodes()) == everybody
+        fastest += [min(ask(c, 300, LOCAL, next(seeds), 1).timing.first_token for _ in range(15))]
+        new = next(seeds)
+        ask(c, 300, DIRECT, new)
+        assert c.client.server().membership == "frozen" and sorted(c.ready_nodes()) == everybody
+    finally:
+        heal()
+    assert fastest[1] < fastest[0] + 0.05, fastest  # the look-up's limit is 50 ms
+    eventually(lambda: c.client.server().membership == "live", 20, "live")
+    held = c.status("decode-0").tier_host_bytes // BLOB
+    assert held >= 2 * (3 + 15 + 15 + 1)
+    eventually(lambda: len(redis_cli(c, "keys", "baton:{default}:block:*").split()) >= held, 20, "all is in the index")
+    assert sorted(c.ready_nodes()) == everybody
+    assert ask(c, 300, LOCAL, 0).tokens == plain[0, LOCAL]
+
+
+def asked(c, name, prompt, n, **kw):
+    """Of this node itself; the router would choose another one."""
+    r = Router(c.procs[name].address)
+    r.start(1, prompt=prompt, max_tokens=n, **kw)
+    assert r.ended(1).finish
+    tokens = list(r.tokens(1))
+    r.close()
+    return tokens
+
+
+def test_KVX_07_nodes_of_other_formats_share_a_daemon(cluster):
+    """Pages may have another size: blocks are hits. Numbers of another type never are, and do no harm."""
+    c = cluster(prefill=0, decode=1, role="both", kvstore=1, node_args=SHARING)
+    c.add_node("decode", "pages", [*SHARING, "--role=both", "--engine.page_tokens=32"])
+    c.add_node("decode", "wide", [*SHARING, "--role=both", "--engine.kv_dtype=f32"])
+    alone = cluster(prefill=0, decode=1, role="both", redis=False,
+                    node_args=["--engine.kv_dtype=f32", "--engine.prefix_cache=off"])
+    wide = asked(alone, "decode-0", ids(1000), 24)
+    for n in ("pages", "wide"):
+        c.procs[n].wait_ready()
+    for n in ("decode-0", "pages", "wide"):
+        eventually(lambda n=n: c.status(n).store_daemons == 1, 10, f"daemon known to {n}")
+    want = asked(c, "decode-0", ids(1000), 24)
+    eventually(lambda: c.status("store-0").blocks_announced >= 7, 20, "blocks announced")
+    assert asked(c, "wide", ids(1000), 24) == wide
+    assert c.status("wide").store_loaded == 0 and c.status("wide").tokens_cached == 0
+    eventually(lambda: c.status("store-0").blocks_announced >= 14, 20, "both kinds are there")
+    numbers = iter(range(400))
+
+    def known():  # not before "pages" knows the daemon's life and the index is up
+        prompt = [next(numbers) + 3] * 150
+        asked(c, "decode-0", prompt, 1)
+        asked(c, "pages", prompt, 1)
+        return c.status("pages").store_loaded
+    eventually(known, 20, "a hit")
+    loaded = c.status("pages").store_loaded
+    assert asked(c, "pages", ids(1000), 24) == want
+    assert c.status("pages").store_loaded == loaded + 7
+    assert asked(c, "wide", ids(1000), 24) == wide
+    assert c.status("wide").store_loaded == 0
+
+
+def test_salts_are_kept_apart_in_the_store(cluster):
+    """What one tenant's prompts left in a daemon is a hit for that tenant alone, on any node."""
+    c = sharing(cluster, 1)
+    want = ask(c, 1000, AUTO, cache_salt="a").tokens
+    first = next(n for n in ("decode-0", "decode-1") if c.status(n).tokens_computed)
+    eventually(lambda: c.status("store-0").blocks_announced >= 7, 20, "blocks announced")
+    c.procs[first].stop()
+    eventually(lambda: first not in c.ready_nodes(), 10, "router knows")
+    for salt in ("b", "", "aa"):
+        a = ask(c, 1000, AUTO, cache_salt=salt)
+        assert a.tokens == want and cached(a) == 0
+    a = ask(c, 1000, AUTO, cache_salt="a")
+    assert a.tokens == want and cached(a) == 7 * 128
 
 
 def test_what_passes_is_kept(cluster):

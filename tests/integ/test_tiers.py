@@ -4,6 +4,7 @@ Every answer equals that of a node without a cache; usage and the nodes' counter
 were. Where counters are compared the nodes always bring what they find (engine.bring=always): on a busy
 machine computing may look cheaper.
 """
+import itertools
 import os
 import pathlib
 import random
@@ -183,36 +184,78 @@ def mounted(path, options):
         pytest.skip("this user may not mount a file system")
 
 
-def test_TIER_01_full_disk(cluster, plain, tmp_path):
-    mounted(tmp_path, f"size={6 * BLOB}")
+def unmounted(path, c):
+    """The cluster's own end comes before the file system's."""
     try:
-        c = cluster(model="slow", prefill=0, decode=1, role="both", pool=pages(1024),
-                    node_args=tiers(str(12 * BLOB), tmp_path))
-        c.allow("tier", "disk", "sink")
-        chats(c, plain, 6, 2)
-        at_rest(c)
         c.finish()
         c.finish = lambda failed=False: None
     finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def only_whole_files(path):
+    """No file that is being written, none of no size, none half."""
+    sizes = {f.stat().st_size for f in pathlib.Path(path).rglob("*") if f.is_file()}
+    assert sizes and min(sizes) > BLOB and len(sizes) == 1, sizes
+
+
+def works_again(c, plain, before):
+    """Blocks are written and read as before; new chats make them sink."""
+    fresh = itertools.count(100)
+
+    def more():
+        for _ in range(4):
+            prompt = ids(next(fresh), 400)
+            assert list(ask(c, prompt).tokens) == plain(prompt)
+        return c.status("decode-0").tier_disk_bytes > before.tier_disk_bytes + 8 * BLOB
+    eventually(more, 60, "blocks are written again")
+    found = c.status("decode-0").tokens_cached_disk
+    old = itertools.cycle(range(100, 110))  # more than host memory holds
+
+    def read():
+        prompt = ids(next(old), 400)
+        assert list(ask(c, prompt).tokens) == plain(prompt)
+        return c.status("decode-0").tokens_cached_disk > found
+    eventually(read, 60, "blocks are read again")
+
+
+def test_TIER_01_full_disk(cluster, plain, tmp_path):
+    """Room for two blocks and a half: the third is a file that cannot be finished. It works again when there is room."""
+    mounted(tmp_path, f"size={5 * BLOB // 2}")
+    c = cluster(model="slow", prefill=0, decode=1, role="both", pool=pages(1024),
+                node_args=tiers(str(12 * BLOB), tmp_path))
+    try:
+        c.allow("tier", "disk", "sink")
+        chats(c, plain, 6, 2)
+        eventually(lambda: c.status("decode-0").tier_write_errors > 0, 30, "writes fail")
+        before = at_rest(c)
+        assert before.tier_disk_bytes < 5 * BLOB // 2 and before.tier_bad_blocks == 0
+        subprocess.run(["mount", "-o", "remount,size=512m", tmp_path], check=True)
+        works_again(c, plain, before)
+        at_rest(c)
+    finally:
+        unmounted(tmp_path, c)
 
 
 def test_TIER_01_disk_turns_read_only(cluster, plain, tmp_path):
     mounted(tmp_path, "size=512m")
+    c = cluster(model="slow", prefill=0, decode=1, role="both", pool=pages(1024),
+                node_args=tiers(str(12 * BLOB), tmp_path))
     try:
-        c = cluster(model="slow", prefill=0, decode=1, role="both", pool=pages(1024),
-                    node_args=tiers(str(12 * BLOB), tmp_path))
         c.allow("tier", "disk", "sink")
         chats(c, plain, 5, 1)
+        settle_disk(c, 1)
         subprocess.run(["mount", "-o", "remount,ro", tmp_path], check=True)
         chats(c, plain, 5, 2)
+        eventually(lambda: c.status("decode-0").tier_write_errors > 0, 30, "writes fail")
+        before = at_rest(c)
+        only_whole_files(tmp_path)
         subprocess.run(["mount", "-o", "remount,rw", tmp_path], check=True)
-        chats(c, plain, 5, 2)
+        works_again(c, plain, before)
         at_rest(c)
-        c.finish()
-        c.finish = lambda failed=False: None
+        assert c.status("decode-0").tier_bad_blocks == 0
     finally:
-        subprocess.run(["umount", "-l", tmp_path], check=True)
+        unmounted(tmp_path, c)
 
 
 @pytest.mark.sanitize
