@@ -453,7 +453,9 @@ void kv_server_check_puts(struct client *c, uint64_t now)
         bool late = p->told && now - p->taken_ns > lease;
 
         if (p->since_ns && first) {
-            late = now - BT_MIN(now, BT_MAX(p->since_ns, c->next_put_ns)) > lease;
+            uint64_t since = BT_MAX(p->since_ns, c->next_put_ns);
+
+            late = now > since && now - since > lease;
             first = false;
         }
         if (c->link && late) {

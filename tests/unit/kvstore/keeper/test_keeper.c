@@ -495,16 +495,12 @@ static void test_hostile(void **state)
 {
     pid_t keeper = start_keeper(&usual);
     int before = count_idle_fds(keeper), mem = memfd_create("m", 0), fds[2], fd, ro;
-    int sealed = memfd_create("s", MFD_ALLOW_SEALING), fixed = memfd_create("f", MFD_ALLOW_SEALING);
     char junk[sizeof(struct kv_keeper_rows) + 100], name[64];
     struct kv_keeper_request q = request("kv", BYTES);
     struct kv_keeper_hello h = {.incarnation = 1};
     struct kv_packet p;
 
     assert_int_equal(ftruncate(mem, BYTES), 0);
-    assert_int_equal(ftruncate(sealed, BYTES), 0);
-    assert_int_equal(ftruncate(fixed, BYTES), 0);
-    assert_int_equal(fcntl(fixed, F_ADD_SEALS, F_SEAL_WRITE), 0);
     assert_int_equal(pipe(fds), 0);
     snprintf(name, sizeof(name), "/proc/self/fd/%d", mem);
     ro = open(name, O_RDONLY);
@@ -585,15 +581,8 @@ static void test_hostile(void **state)
     assert_refused(&p, BT_E_INVALID);
     p = give(fd, q, ro);
     assert_refused(&p, BT_E_INVALID);
-    /* What could be made smaller under those who map it, or lets nobody write. */
-    p = give(fd, q, mem);
-    assert_refused(&p, BT_E_INVALID);
-    assert_non_null(strstr(p.refused.text, "sealed"));
-    p = give(fd, q, fixed);
-    assert_refused(&p, BT_E_INVALID);
-    assert_non_null(strstr(p.refused.text, "written"));
     q.bytes = BYTES + 1;
-    p = give(fd, q, sealed);
+    p = give(fd, q, mem);
     assert_refused(&p, BT_E_INVALID);
     /* Sizes beyond all bounds. */
     q.bytes = UINT64_MAX;
@@ -612,15 +601,48 @@ static void test_hostile(void **state)
     hello(fd, "n0", 1);
     p = get(fd, request("kv", BYTES));
     assert_granted(&p, true);
-    p = give(fd, request("mine", BYTES), sealed);
-    assert_granted(&p, false);
     close(fd);
     close(mem);
-    close(sealed);
-    close(fixed);
     close(ro);
     close(fds[0]);
     close(fds[1]);
+    end(keeper);
+}
+
+/* Memory that could be made smaller under those who map it, or that lets nobody write, is refused
+ * and not kept; what can be sealed is taken, and is sealed. */
+static void test_what_cannot_be_relied_on(void **state)
+{
+    pid_t keeper = start_keeper(&usual);
+    int before = count_idle_fds(keeper), mem[4], fd = dial();
+    struct kv_keeper_request q = request("kv", BYTES);
+    struct kv_packet p;
+
+    for (int i = 0; i < 4; i++) {
+        mem[i] = memfd_create("m", i == 0 ? 0 : MFD_ALLOW_SEALING);
+        assert_int_equal(ftruncate(mem[i], i == 2 ? BYTES - 1 : BYTES), 0);
+    }
+    assert_int_equal(fcntl(mem[1], F_ADD_SEALS, F_SEAL_WRITE), 0);
+    hello(fd, "n0", 1);
+    p = give(fd, q, mem[0]);
+    assert_refused(&p, BT_E_INVALID);
+    assert_non_null(strstr(p.refused.text, "sealed"));
+    p = give(fd, q, mem[1]);
+    assert_refused(&p, BT_E_INVALID);
+    assert_non_null(strstr(p.refused.text, "written"));
+    p = give(fd, q, mem[2]);
+    assert_refused(&p, BT_E_INVALID);
+    close(fd);
+    EVENTUALLY(count_fds(keeper) == before);
+    fd = dial();
+    hello(fd, "n0", 1);
+    p = give(fd, q, mem[3]);
+    assert_granted(&p, false);
+    assert_int_not_equal(ftruncate(mem[3], 0), 0);
+    close(fd);
+    for (int i = 0; i < 4; i++) {
+        close(mem[i]);
+    }
     end(keeper);
 }
 
@@ -1019,6 +1041,7 @@ int main(void)
         cmocka_unit_test_teardown(test_size_is_sealed, end_children),
         cmocka_unit_test_teardown(test_huge_pages, end_children),
         cmocka_unit_test_teardown(test_hostile, end_children),
+        cmocka_unit_test_teardown(test_what_cannot_be_relied_on, end_children),
         cmocka_unit_test_teardown(test_a_heap_of_descriptors, end_children),
         cmocka_unit_test_teardown(test_rude_clients, end_children),
         cmocka_unit_test_teardown(test_limits, end_children),
