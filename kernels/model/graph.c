@@ -120,8 +120,7 @@ void kn_f_qkv(struct kn_fwd *f, int il)
         head_norm(f, kn_f_q(f), f->c->n_heads, l->q_norm);    /* q [T, H, D] */
         head_norm(f, kn_f_k(f), f->c->n_kv_heads, l->k_norm); /* k [T, Hkv, D] */
     }
-    rope(f, kn_f_q(f), f->c->n_heads);    /* q [T, H, D] */
-    rope(f, kn_f_k(f), f->c->n_kv_heads); /* k [T, Hkv, D] */
+    rope(f, kn_f_q(f), f->c->n_heads + f->c->n_kv_heads); /* q [T, H, D], k [T, Hkv, D] beside it */
     kv_write(f, il);
 }
 

@@ -306,12 +306,17 @@ static void test_kv_write(const struct op_case *c, int dtype)
         struct kn_kv_write_args a = {d.k, d.v, d.stride, 2, seqs, d.pool, &d.l, 1};
         const struct kn_ops *ops;
         struct bt_err err = {0};
-        struct kn_stream s = {0};
 
-        memset(d.pool, 0xff, d.l.bytes);
         assert_int_equal(kn_ops_select(*isa, &ops, &err), BT_OK);
-        ops->kv_write(&s, &a);
-        assert_memory_equal(d.pool, want, d.l.bytes);
+        for (int threads = 1; threads <= 3; threads++) {
+            struct kn_stream s;
+
+            test_stream_init(&s, threads, 1, 1);
+            memset(d.pool, 0xff, d.l.bytes);
+            ops->kv_write(&s, &a);
+            assert_memory_equal(d.pool, want, d.l.bytes);
+            test_stream_fini(&s);
+        }
     }
     free(want);
     free(d.pool);

@@ -157,11 +157,13 @@ static void store_kv(enum kv_dtype t, void *dst, const float *src, int d)
     }
 }
 
-static void kv_write_rows(const struct kn_kv_write_args *a, const struct kn_seq_rows *seq)
+/* Rows [r0, r1) of a sequence. */
+static void
+kv_write_rows(const struct kn_kv_write_args *a, const struct kn_seq_rows *seq, int r0, int r1)
 {
     const struct kv_layout *l = a->layout;
 
-    for (int i = 0; i < seq->n_rows; i++) {
+    for (int i = r0; i < r1; i++) {
         size_t row = (size_t)(seq->row0 + i) * a->stride;
 
         for (int h = 0; h < l->n_kv_heads; h++) {
@@ -174,10 +176,30 @@ static void kv_write_rows(const struct kn_kv_write_args *a, const struct kn_seq_
     }
 }
 
-/* On the caller alone: a copy of a few kilobytes for each token. */
+/* Rows count through the sequences, in their order. */
+static void kv_write_item(void *arg, int item, int member)
+{
+    const struct rows_job *j = arg;
+    const struct kn_kv_write_args *a = j->args;
+    int r0 = item * j->per_item, r1 = r0 + j->per_item;
+
+    for (int s = 0; s < a->n_seqs && r1 > 0; s++) {
+        int n = a->seqs[s].n_rows;
+
+        kv_write_rows(a, &a->seqs[s], BT_MAX(r0, 0), BT_MIN(r1, n));
+        r0 -= n;
+        r1 -= n;
+    }
+}
+
 void KN_V(kv_write)(struct kn_stream *stream, const struct kn_kv_write_args *a)
 {
+    int rows = 0, width = 2 * a->layout->n_kv_heads * a->layout->head_dim;
+    struct rows_job j = {.args = a};
+
     for (int s = 0; s < a->n_seqs; s++) {
-        kv_write_rows(a, &a->seqs[s]);
+        rows += a->seqs[s].n_rows;
     }
+    j.per_item = kn_rows_per_item(rows, width);
+    kn_team_run(stream->team, (int)BT_DIV_UP(rows, j.per_item), kv_write_item, &j);
 }
