@@ -361,7 +361,7 @@ KN_INLINE void two_by_two(
     KN_TILE_STORE(3, c[1] + 256, KN_TILE_ROW);
 }
 
-/* n_a rows of cells (a multiple of four) by one or two columns. */
+/* n_a rows of cells (a multiple of four, or of two for two columns) by one or two columns. */
 static void product(float *const c[2],
                     const char *a,
                     int n_a,
@@ -399,9 +399,9 @@ KN_INLINE v16 exp2_neg(v16 x)
     return _mm512_scalef_ps(p, x);
 }
 
-/* The largest score of each lane; minus infinity is put where a lane sees nothing. `valid` counts
- * positions from the tile's first, NULL where every lane sees all 64. */
-KN_INLINE v16 max_score(float *s, const __m512i *valid)
+/* The largest score of each lane among n positions; minus infinity is put where a lane sees
+ * nothing. `valid` counts positions from the tile's first, NULL where every lane sees all. */
+KN_INLINE v16 max_score(float *s, const __m512i *valid, int n)
 {
     v16 max[4];
 
@@ -409,7 +409,7 @@ KN_INLINE v16 max_score(float *s, const __m512i *valid)
     for (int i = 0; i < 4; i++) {
         max[i] = v16_set1(-INFINITY);
     }
-    for (int j = 0; j < TILE; j += 4) {
+    for (int j = 0; j < n; j += 4) {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             v16 x = v16_load(s + (j + i) * ROWS);
@@ -447,18 +447,19 @@ KN_INLINE void weigh2(const float *s, v16 m, v16 *sum, char *out)
     _mm512_store_si512(out + CELL, pairs(le, lo));
 }
 
-/* Scores s of group g to weights p; brings m, l and o up to the new maximum. */
-KN_INLINE void soften(const struct item *it, int g, float *s, char *p, const __m512i *valid)
+/* Scores s of n (constant) positions of group g to weights p; brings m, l and o up to the new
+ * maximum. */
+KN_INLINE void soften(const struct item *it, int g, float *s, char *p, const __m512i *valid, int n)
 {
     const struct work *w = &it->work;
-    v16 old = v16_load(w->m + g * ROWS), m = v16_max(max_score(s, valid), old);
+    v16 old = v16_load(w->m + g * ROWS), m = v16_max(max_score(s, valid, n), old);
     v16 c = exp2_neg(v16_sub(old, m)), sum[4];
 
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         sum[i] = v16_zero();
     }
-    for (int j = 0; j < TILE; j += 4) {
+    for (int j = 0; j < n; j += 4) {
         /* Where pack_high puts these positions of V: 4 g.. of 16 and 4 g.. of the next 16. */
         int pair = j % 16 / 4 * 4 + j % 32 / 16 * 2;
         char *out = p + (size_t)(j / 32) * PAIR + (size_t)pair * KN_TILE_ROW;
@@ -478,39 +479,46 @@ KN_INLINE void soften(const struct item *it, int g, float *s, char *p, const __m
     }
 }
 
-/* Soften of group g in the tile at pos: with a mask only where the diagonal crosses it. */
-static void soften_at(const struct item *it, int g, float *s, char *p, int pos)
+/* Soften of group g in the tile at pos, or its first half: with a mask only where the diagonal
+ * crosses it. */
+static void soften_at(const struct item *it, int g, float *s, char *p, int pos, bool half)
 {
     int first = g * ROWS, last = BT_MIN(first + ROWS, it->of.n_rows) - 1;
     int32_t n[ROWS];
     __m512i valid;
 
-    if (kn_attn_row_pos(&it->of, first) >= pos + TILE - 1) {
-        soften(it, g, s, p, NULL);
+    if (!half && kn_attn_row_pos(&it->of, first) >= pos + TILE - 1) {
+        soften(it, g, s, p, NULL, TILE);
         return;
     }
     for (int r = 0; r < ROWS; r++) { /* lanes beyond the last row do as it does */
         n[r] = kn_attn_row_pos(&it->of, BT_MIN(first + r, last)) + 1 - pos;
     }
     valid = _mm512_loadu_si512(n);
-    soften(it, g, s, p, &valid);
+    if (half) {
+        soften(it, g, s, p, &valid, TILE / 2);
+    } else {
+        soften(it, g, s, p, &valid, TILE);
+    }
 }
 
-/* Groups g and, if n is 2, g + 1 over the tile at pos. */
-static void groups_by_tile(const struct item *it, int g, int n, int pos)
+/* Groups g and, if n is 2, g + 1 over the tile at pos, of which their last row sees `seen`
+ * positions. A second half that no row sees is left out: its weights would all be zero. */
+static void groups_by_tile(const struct item *it, int g, int n, int pos, int seen)
 {
     const struct work *w = &it->work;
     size_t q = PAIR * (size_t)it->n_in, o = (size_t)ROWS * ROWS * (size_t)it->n_out;
+    bool half = seen <= TILE / 2;
     float *const scores[2] = {w->s, w->s + TILE * ROWS};
     float *const sums[2] = {w->o + o * (size_t)g, w->o + o * (size_t)(g + 1)};
     const char *const queries[2] = {w->q + q * (size_t)g, w->q + q * (size_t)(g + 1)};
     const char *const weights[2] = {w->p, w->p + 2 * PAIR};
 
-    product(scores, w->k, 4, q, queries, it->n_in, n, false);
+    product(scores, w->k, half && n == 2 ? 2 : 4, q, queries, it->n_in, n, false);
     for (int i = 0; i < n; i++) {
-        soften_at(it, g + i, scores[i], w->p + (size_t)i * 2 * PAIR, pos);
+        soften_at(it, g + i, scores[i], w->p + (size_t)i * 2 * PAIR, pos, half);
     }
-    product(sums, w->v, it->n_out, 2 * PAIR, weights, 2, n, true);
+    product(sums, w->v, it->n_out, 2 * PAIR, weights, half ? 1 : 2, n, true);
 }
 
 /* o / l of group g to its rows. */
@@ -552,9 +560,10 @@ static void run_item(const struct item *it)
         load_tile(it, pos, BT_MIN(TILE, end - pos));
         for (int g = 0; g < groups; g += 2) {
             int n = BT_MIN(2, groups - g), last = BT_MIN((g + n) * ROWS, it->of.n_rows) - 1;
+            int seen = kn_attn_row_pos(&it->of, last) + 1 - pos;
 
-            if (kn_attn_row_pos(&it->of, last) >= pos) {
-                groups_by_tile(it, g, n, pos);
+            if (seen > 0) {
+                groups_by_tile(it, g, n, pos, seen);
             }
         }
     }
