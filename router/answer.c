@@ -15,7 +15,7 @@ int rt_answer_init(struct rt_answer *a, const struct rt_answer_cfg *cfg, struct 
         return BT_OK;
     }
     if (cfg->n_stops > BT_STOP_MAX_STRINGS) {
-        return BT_FAIL(err, BT_E_INVALID, "%zu stop strings, at most %d", cfg->n_stops,
+        return BT_FAIL(err, BT_E_INVALID, "stop has %zu strings, at most %d", cfg->n_stops,
                        BT_STOP_MAX_STRINGS);
     }
     for (size_t i = 0; i < cfg->n_stops; i++) {

@@ -537,6 +537,21 @@ static const struct field *find_field(const char *key, int where)
     return NULL;
 }
 
+const char *rt_http_field_of(const char *msg, bool chat)
+{
+    char word[32];
+    size_t n = strcspn(msg, " :");
+    const struct field *f;
+
+    if (n >= sizeof(word)) {
+        return NULL;
+    }
+    memcpy(word, msg, n);
+    word[n] = '\0';
+    f = find_field(word, chat ? CHAT : TEXT);
+    return f ? f->key : NULL;
+}
+
 static int read_fields(struct reader *r)
 {
     const char *key;

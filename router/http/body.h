@@ -40,4 +40,8 @@ int rt_http_spec_read_detokenize(struct bt_str body,
                                  struct bt_err *err) BT_MUST_USE;
 void rt_http_spec_fini(struct rt_http_spec *spec);
 
+/* The field that a message of the router about a request begins with, as "top_p is 2"; NULL = none.
+ */
+const char *rt_http_field_of(const char *msg, bool chat);
+
 #endif

@@ -400,7 +400,10 @@ void rt_http_ex_fail(struct rt_http_ex *ex, int rc, const char *msg)
     if (ex->headers_sent) {
         stream_failed(ex, rc, msg);
     } else {
-        rt_http_ex_error(ex, rc, NULL, msg);
+        int status = rt_http_status_of(rc);
+        bool theirs = status == 400 || status == 403 || status == 404;
+
+        rt_http_ex_error(ex, rc, theirs ? rt_http_field_of(msg, ex->spec.chat) : NULL, msg);
     }
 }
 

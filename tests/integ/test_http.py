@@ -242,7 +242,8 @@ def test_TOK_01_whole_characters_by_stream_and_whole(c, h):
 
 def test_STOP_03_empty_and_many_stop_strings(h):
     for stop in ("", ["", "x"], ["x"] * 20, ["y" * 10240], 3, [3], [None]):
-        assert h.error(stop=stop)["type"] == "invalid_request_error"
+        e = h.error(stop=stop)
+        assert e["type"] == "invalid_request_error" and e["param"] == "stop"
     for stop in ([], None, "zzz", ["zzz", "qqq"]):
         h.complete(stop=stop, max_tokens=2)
     text = h.complete(max_tokens=30, temperature=0, ignore_eos=True)["choices"][0]["text"]
@@ -261,7 +262,7 @@ def test_SAMP_01_temperatures_and_ranges(h):
     for field in ({"temperature": -1}, {"temperature": "x"}, {"top_p": 1.0001}, {"top_p": -0.1},
                   {"top_k": -2}, {"top_k": 1.5}, {"min_p": 1.1}, {"min_p": -0.1}, {"temperature": True},
                   {"presence_penalty": 3}, {"frequency_penalty": -3}, {"repetition_penalty": 0}):
-        h.error(**field)
+        assert h.error(**field)["param"] == next(iter(field))
     for raw in ("NaN", "Infinity", "1e999", "-1e400"):
         r, _ = h.call("POST", "/v1/completions", '{"prompt":"x","temperature":%s}' % raw)
         assert r.status == 400, raw
@@ -374,7 +375,7 @@ def test_unsupported_fields_are_named(h):
            stop=None, logit_bias=None, service_tier="auto", stream=False, stream_options=None)
     h.complete(max_tokens=1, suffix="", echo=False, include_stop_str_in_output=False)
     e = h.error(model="other", status=404)
-    assert e["code"] == "model_not_found"
+    assert e["code"] == "model_not_found" and e["param"] == "model"
 
 
 def test_names_of_speakers_reach_the_template(cluster, models, tmp_path):
