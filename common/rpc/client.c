@@ -170,6 +170,9 @@ int bt_rpc_channel_create(struct bt_loop *loop,
     if (c.max_message_bytes > (1u << 30) || c.max_queued_bytes > (1u << 30)) {
         return BT_FAIL(err, BT_E_CONFIG, "rpc: message and queue limits are at most 1 GiB");
     }
+    if (!target[0]) { /* core makes a channel of it that neither connects nor ends */
+        return BT_FAIL(err, BT_E_CONFIG, "rpc: an empty address");
+    }
     ch = bt_calloc(1, sizeof(*ch));
     if (!ch || !(ch->target = strdup(target))) {
         free(ch);

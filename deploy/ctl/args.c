@@ -112,8 +112,12 @@ static int BT_PRINTF_ATTR(2, 3) bad(const struct ctl_command *c, const char *fmt
 static int set(struct ctl_args *a, const struct ctl_option *o, const char *value)
 {
     char *at = (char *)a + o->offset;
+    struct bt_addr addr;
 
     switch (o->kind) {
+    case CTL_K_ADDR:
+        *(const char **)at = value;
+        return bt_addr_read(bt_str_of(value), &addr);
     case CTL_K_FLAG:
         *(bool *)at = true;
         return BT_OK;
@@ -213,7 +217,7 @@ read_one(const struct ctl_command *c, char **argv, int *i, struct ctl_args *a, u
     }
     *given |= 1ull << (o - ctl_options);
     if (set(a, o, value) < 0) {
-        return bad(c, "--%s: not a %s: %s", o->name, o->value, value);
+        return bad(c, "--%s takes %s, not: %s", o->name, o->value, value);
     }
     return CTL_OK;
 }
@@ -244,7 +248,7 @@ int ctl_read_args(int argc, char **argv, struct ctl_args *ret)
 
         if (value && value[0]) {
             if (set(ret, o, value) < 0) {
-                return bad(c, "%s: not a %s: %s", o->env, o->value, value);
+                return bad(c, "%s takes %s, not: %s", o->env, o->value, value);
             }
         } else if (def) {
             rc = set(ret, o, def);

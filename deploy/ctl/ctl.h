@@ -66,6 +66,7 @@ enum ctl_kind {
     CTL_K_TIME,   /* uint64_t, ns; "500ms", "30s" */
     CTL_K_BYTES,  /* uint64_t; "16G" */
     CTL_K_CHOICE, /* int, index into choices */
+    CTL_K_ADDR,   /* const char *; "host:port" or "unix:/path" */
 };
 
 struct ctl_option {

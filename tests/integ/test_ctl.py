@@ -54,7 +54,8 @@ def test_usage():
     assert "0." in ctl("--version").stdout
     for args in ([], ["fly"], ["generate"], ["generate", "--prompt"], ["status", "--colour"], ["node"],
                  ["generate", "--prompt", "x", "--max-tokens", "many"], ["status", "--prompt", "x"], ["status", "x"],
-                 ["status", "--timeout=soon"], ["status", "--router", "a:1", "--router", "b:1"]):
+                 ["status", "--router", ""], ["status", "--router", "here"], ["status", "--router", "a:99999"],
+                 ["status", "--router", "unix:b"], ["node", "--node="], ["status", "--timeout=soon"], ["status", "--router", "a:1", "--router", "b:1"]):
         out = ctl(*args)
         assert out.returncode == 2 and "usage" in out.stderr and out.stdout == "", args
 

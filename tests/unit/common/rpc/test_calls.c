@@ -800,6 +800,7 @@ static void test_listen_addresses(void **state)
     static const char *const other[] = {
         "0.0.0.0:1",  "[::]:1",  "*:1", "10.0.0.1:1", "example.org:1",
         "[fe80::1]:", "127.1:1", ":1",  "",           "localhost.evil.org:1"};
+    struct bt_rpc_channel *channel;
     struct bt_rpc_server *srv;
     struct bt_err err;
     struct fixture f;
@@ -820,6 +821,7 @@ static void test_listen_addresses(void **state)
     assert_int_equal(bt_rpc_server_listen(srv, address, NULL, &err), BT_E_IO);
     assert_non_null(strstr(err.msg, "in use"));
     bt_rpc_server_destroy(srv); /* never started */
+    assert_int_equal(bt_rpc_channel_create(f.loop, "", NULL, &channel, &err), BT_E_CONFIG);
     assert_int_equal(bt_rpc_server_create(f.loop,
                                           &(struct bt_rpc_server_config){.allow_insecure = true},
                                           &srv, &err),
