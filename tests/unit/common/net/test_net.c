@@ -177,6 +177,11 @@ static void do_quiet(void *arg)
     ((struct side *)arg)->quiet = true;
 }
 
+static void do_slow(void *arg)
+{
+    ((struct side *)arg)->slow = true;
+}
+
 static void do_soft_close(void *arg)
 {
     struct side *s = arg;
@@ -332,7 +337,7 @@ static void order_over(const char *transports)
     assert_int_equal(side_open(&a, transports), BT_OK);
     assert_int_equal(side_open(&b, transports), BT_OK);
     bring_up(&a, &b);
-    b.slow = true;
+    side_on_net(b.net, do_slow, &b);
     side_on_net(a.net, do_reset, &a);
     side_on_net(a.net, do_flood, &k);
     assert_true(EVENTUALLY(LOAD(b.messages) == FLOOD || LOAD(b.closed)));
