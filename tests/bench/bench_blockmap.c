@@ -31,7 +31,7 @@ static bool json;
 static struct bt_blockmap *bm;
 static redisContext *bare;
 
-static void die(const char *what)
+BT_NORETURN static void die(const char *what)
 {
     fprintf(stderr, "bench_blockmap: %s\n", what);
     exit(1);

@@ -31,7 +31,7 @@
 static struct bt_cluster_conf conf;
 static const char *transports;
 
-static void die(const char *what, const struct bt_err *err)
+BT_NORETURN static void die(const char *what, const struct bt_err *err)
 {
     fprintf(stderr, "bench_store: %s: %s\n", what, err ? err->msg : "");
     exit(1);

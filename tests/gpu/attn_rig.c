@@ -1,6 +1,8 @@
 /* Setting up calls of the attention kernels. Main thread; ends the program on errors. */
 #include "tests/gpu/attn_rig.h"
 
+#include "kernels/core/half.h"
+
 #include <cuda_runtime_api.h>
 #include <math.h>
 #include <stdio.h>
@@ -31,11 +33,7 @@ static uint16_t from_float(enum kn_cuda_dtype t, float x)
     uint32_t u;
 
     if (t == KN_CUDA_F16) {
-        _Float16 h = (_Float16)x;
-        uint16_t b;
-
-        memcpy(&b, &h, 2);
-        return b;
+        return kn_f32_to_f16(x);
     }
     memcpy(&u, &x, 4);
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
@@ -47,10 +45,7 @@ float rig_float(const struct rig *r, uint16_t x)
     float f;
 
     if (r->shape.dtype == KN_CUDA_F16) {
-        _Float16 h;
-
-        memcpy(&h, &x, 2);
-        return (float)h;
+        return kn_f16_to_f32(x);
     }
     memcpy(&f, &u, 4);
     return f;

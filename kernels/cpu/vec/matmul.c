@@ -22,12 +22,6 @@
 #define FLOAT_ROWS 4
 #endif
 
-#if defined(__AMX_BF16__) /* BF16 weights in tiles, and quantized ones with wide activations */
-#define HAVE_AMX 1
-#else
-#define HAVE_AMX 0
-#endif
-
 struct job {
     const struct kn_matmul_args *a;
     char *thread_scratch;
@@ -65,12 +59,12 @@ static void quantize_row(struct kn_acts *x, int in, const float *src, size_t blo
 
 static bool is_split(enum bt_dtype t)
 {
-    return HAVE_AMX && t == BT_DTYPE_BF16;
+    return KN_VEC_AMX && t == BT_DTYPE_BF16;
 }
 
 static bool is_wide(enum bt_dtype t)
 {
-    return HAVE_AMX && is_quant(t);
+    return KN_VEC_AMX && is_quant(t);
 }
 
 static void prepare_row(const struct job *j, int t)
@@ -81,7 +75,7 @@ static void prepare_row(const struct job *j, int t)
     if (j->acts) {
         quantize_row(j->acts + (size_t)(t / KN_GROUP) * blocks, t % KN_GROUP, x, blocks);
     }
-#if HAVE_AMX
+#if KN_VEC_AMX
     if (j->split) {
         KN_V(split_row)(j->split, t, x, j->a->w->k);
     }
@@ -93,7 +87,7 @@ static void prepare_item(void *arg, int item, int member)
     const struct job *j = arg;
     int t1 = BT_MIN((item + 1) * j->rows_per_item, j->a->n_rows);
 
-#if HAVE_AMX
+#if KN_VEC_AMX
     if (j->wide.data) {
         KN_V(wide_rows)(&j->wide, item * j->rows_per_item, t1, j->a->x, j->a->x_stride);
     }
@@ -118,7 +112,7 @@ static void place_acts(struct kn_stream *s, struct job *j)
             j->split = (char *)s->scratch + kn_quant_acts_bytes((size_t)rows, (size_t)k);
         }
     }
-#if HAVE_AMX
+#if KN_VEC_AMX
     j->wide.k = k;
     j->wide.tiles = KN_V(wide_in_tiles)(rows, k);
 #endif
@@ -243,7 +237,7 @@ static int do_tiles(const struct job *j, int member, int tile, int max, int t0, 
         .out_stride = a->out_stride,
     };
     tj.scratch = j->thread_scratch + (size_t)member * KN_THREAD_SCRATCH_BYTES;
-#if HAVE_AMX
+#if KN_VEC_AMX
     if (is_wide(p->dtype)) {
         tj.wide = &j->wide;
         KN_V(wide_tiles)(&tj, n);
@@ -259,7 +253,7 @@ static int do_tiles(const struct job *j, int member, int tile, int max, int t0, 
         float_tile(&tj);
         return n;
     }
-#if !HAVE_AMX
+#if !KN_VEC_AMX
     tj.acts = j->acts + row / KN_GROUP * (k / KN_QBLOCK); /* t0 is a multiple of the group */
     KN_V(quant_tile)(&tj);
 #endif

@@ -6,7 +6,7 @@
 #include "kernels/cpu/avx512/avx512.h"
 
 /* How quantized and BF16 weights and f16 K and V are multiplied belongs to the numerics. */
-#if defined(__AMX_BF16__)
+#if KN_VEC_AMX
 #define KN_BF16      "-split16-attn16"
 #define KN_ACTS      "a9"
 #define KN_ATTENTION KN_V(tile_attention)

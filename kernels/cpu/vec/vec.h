@@ -6,6 +6,14 @@
 #include "kernels/cpu/team.h"
 #include "kernels/cpu/vec/v16.h"
 
+/* Whether it has tiles: BF16 weights and quantized ones with wide activations go through them. As
+ * gcc and clang name what they compile for. */
+#if defined(__AMX_BF16__) || defined(__AMXBF16__)
+#define KN_VEC_AMX 1
+#else
+#define KN_VEC_AMX 0
+#endif
+
 void KN_V(rmsnorm)(struct kn_stream *stream, const struct kn_rmsnorm_args *a);
 void KN_V(matmul)(struct kn_stream *stream, const struct kn_matmul_args *a);
 void KN_V(rope)(struct kn_stream *stream, const struct kn_rope_args *a);

@@ -265,8 +265,8 @@ static void test_hostile_records(void **state)
         "a 0000000000000100:9:10:ffffffff",
         "\"\" 0000000000000100:1:10:ffffffff",
         "\"a\\x00\" 0000000000000100:1:10:ffffffff",
-        "a "
-        "0000000000000100:1:10:ffffffff:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"};
+        ("a 0000000000000100:1:10:ffffffff:"
+         "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa")};
     static struct peer a = {.salt = 8, .n_held = 3};
     char many[128];
 

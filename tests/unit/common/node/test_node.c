@@ -53,7 +53,7 @@ static int node_main(char **argv, const char *mode)
     struct bt_node *node;
     char c[2];
     ssize_t n;
-    int code, rc;
+    int code = BT_EXIT_OTHER, rc;
 
     if (pipe(stop_pipe) != 0 || !bt_node_create(&args, &node, &code)) {
         return code;
