@@ -52,7 +52,8 @@ stage_rdma() {
 fuzz_target() {
     local name=$1 seconds=$2 work status=0
     work=$(mktemp -d "${TMPDIR:-/tmp}/baton-fuzz.XXXXXX")
-    "build-fuzz/tests/fuzz_$name" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 \
+    UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+        "build-fuzz/tests/fuzz_$name" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 \
         -artifact_prefix="$CACHE_DIR/fuzz-$name-" "$work" "tests/fuzz/corpus/$name" \
         >"$work/log" 2>&1 || status=1
     [ $status = 0 ] || tail -n 40 "$work/log"

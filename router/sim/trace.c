@@ -8,6 +8,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#define AT_NS_MAX 1e18 /* 31 years */
+
 static int grow(struct rt_sim_trace *t)
 {
     size_t cap = BT_MAX(2 * t->cap, (size_t)1024);
@@ -24,13 +26,13 @@ static int grow(struct rt_sim_trace *t)
 static int add(const struct rt_sim_trace_cfg *cfg, struct rt_sim_trace *t, json_t *line)
 {
     json_t *ids = json_object_get(line, "hash_ids");
-    double ms = json_number_value(json_object_get(line, "timestamp"));
+    double at_ns = json_number_value(json_object_get(line, "timestamp")) * 1e6 / cfg->speedup;
     double length = json_number_value(json_object_get(line, "input_length"));
-    uint32_t n_tokens = length > 0 && length < 4e9 ? (uint32_t)length / cfg->divide : 0;
+    uint64_t n_tokens = length > 0 && length < 4e9 ? (uint32_t)length / cfg->divide : 0;
     size_t n = json_array_size(ids);
     uint32_t *copy = bt_calloc(n + 1, sizeof(*copy));
 
-    if (!copy || n == 0 || ms < 0) {
+    if (!copy || n == 0 || !(at_ns >= 0 && at_ns <= AT_NS_MAX)) {
         free(copy);
         return copy ? BT_E_FORMAT : BT_E_NOMEM;
     }
@@ -40,9 +42,9 @@ static int add(const struct rt_sim_trace_cfg *cfg, struct rt_sim_trace *t, json_
     if (cfg->exact) {
         n = BT_MIN(n, (size_t)n_tokens / cfg->block_tokens);
     } else {
-        n_tokens = (uint32_t)n * cfg->block_tokens + 1;
+        n_tokens = (uint64_t)n * cfg->block_tokens + 1;
     }
-    if (n_tokens == 0 || n_tokens > cfg->max_tokens) {
+    if (n_tokens == 0 || n_tokens > UINT32_MAX || (double)n_tokens > cfg->max_tokens) {
         free(copy);
         return BT_OK;
     }
@@ -50,8 +52,8 @@ static int add(const struct rt_sim_trace_cfg *cfg, struct rt_sim_trace *t, json_
         free(copy);
         return BT_E_NOMEM;
     }
-    t->r[t->n++] = (struct rt_replay_request){.at_ns = (uint64_t)(ms * 1e6 / cfg->speedup),
-                                              .n_tokens = n_tokens,
+    t->r[t->n++] = (struct rt_replay_request){.at_ns = (uint64_t)at_ns,
+                                              .n_tokens = (uint32_t)n_tokens,
                                               .n_blocks = (uint32_t)n,
                                               .ids = copy};
     return BT_OK;

@@ -30,7 +30,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
     snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
     if (rt_sim_trace_load(&cfg, &t, &err) == BT_OK) {
         for (size_t i = 0; i < t.n; i++) {
-            if (t.r[i].n_tokens == 0 || t.r[i].n_tokens > 100000 ||
+            if (t.r[i].n_tokens == 0 || t.r[i].n_tokens > 100000 || t.r[i].at_ns > INT64_MAX ||
                 (i > 0 && t.r[i].at_ns < t.r[i - 1].at_ns)) {
                 abort();
             }
