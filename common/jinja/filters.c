@@ -572,7 +572,7 @@ static struct bt_jval join(struct bt_jcx *cx, const struct bt_jlist *l, const st
 /* The rest of a call whose first n arguments were taken. */
 static struct bt_jcall rest(const struct bt_jcall *c, size_t n)
 {
-    return (struct bt_jcall){c->args + n, c->n - n, c->kw};
+    return n ? (struct bt_jcall){c->args + n, c->n - n, c->kw} : *c;
 }
 
 static struct bt_jval mapped(struct bt_jcx *cx, const struct bt_jlist *l, const struct bt_jcall *c)
