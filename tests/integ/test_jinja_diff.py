@@ -153,10 +153,11 @@ def test_families(path, tmp_path):
     assert refused < n * 3 // 4
 
 
-TEMPLATES = os.environ.get("BATON_TEST_TEMPLATES", "")
+TEMPLATES = os.environ.get("BATON_TEST_TEMPLATES", "")  # a folder
+MODELS = sorted(pathlib.Path(TEMPLATES).glob("*.jinja")) if TEMPLATES else []
 
 
-@pytest.mark.parametrize("path", sorted(pathlib.Path(TEMPLATES).glob("*.jinja")) if TEMPLATES else [], ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", MODELS, ids=[p.stem for p in MODELS])
 def test_templates_of_models(path, tmp_path):
     """A folder of templates as models come with them: each is refused with its line, at the start or always, or
     renders as the reference does."""

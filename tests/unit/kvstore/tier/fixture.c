@@ -206,13 +206,16 @@ void fill_page(void *at, const struct chain *c, uint32_t i, uint32_t p, int laye
 
 bool eventually(bool (*fn)(void *arg), void *arg)
 {
-    uint64_t deadline = bt_deadline_ns(20 * BT_NS_PER_S);
+    uint64_t waited = 0; /* without the time for which the process was stopped */
 
     while (!fn(arg)) {
-        if (bt_now_ns() > deadline) {
+        uint64_t start = bt_now_ns();
+
+        if (waited > 20 * BT_NS_PER_S) {
             return false;
         }
         usleep(50);
+        waited += BT_MIN(bt_now_ns() - start, 100 * BT_NS_PER_MS);
     }
     return true;
 }

@@ -777,7 +777,10 @@ static void check_size(void *arg, const char *path)
 {
     struct stat st;
 
-    assert_int_equal(stat(path, &st), 0);
+    if (stat(path, &st) != 0) {
+        assert_int_equal(errno, ENOENT); /* made room for another since it was listed */
+        return;
+    }
     assert_int_equal(st.st_size, 4096 + BLOB_BYTES);
     (void)arg;
 }
