@@ -63,6 +63,7 @@ static void keep(struct kv_keep *k, const struct kv_keep_job *job)
     struct kv_blob_meta m = {.root = job->root, .n_tokens = job->block_tokens};
     struct kv_key parent = job->root;
     uint32_t n = job->block_tokens;
+    uint64_t rest_ns = 0; /* between blocks: after the last one the pages go back at once */
     bool room = true;
 
     if (n == 0 || n > KV_BLOB_MAX_TOKENS || n % (uint32_t)l->page_tokens != 0) {
@@ -79,10 +80,12 @@ static void keep(struct kv_keep *k, const struct kv_keep_job *job)
         kv_key_block(k->hasher, &parent, m.ids, n, &m.key);
         parent = m.key;
         if (t >= job->first) {
-            uint64_t begun_ns = bt_now_ns();
+            uint64_t begun_ns;
 
+            rest(k, rest_ns);
+            begun_ns = bt_now_ns();
             room = keep_block(k, job, &m, t);
-            rest(k, bt_pace_until(begun_ns));
+            rest_ns = bt_pace_until(begun_ns);
         }
     }
 }
