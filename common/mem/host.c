@@ -7,6 +7,44 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+/* Address space for `bytes`, `skew` bytes behind a multiple of a huge page; NULL: there is none. */
+static char *reserve(size_t bytes, size_t skew)
+{
+    size_t slack = bytes + BT_MEM_HUGE, before, after;
+    char *p = mmap(NULL, slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+
+    if (p == MAP_FAILED) {
+        return NULL;
+    }
+    before = (skew - (uintptr_t)p) % BT_MEM_HUGE;
+    after = BT_MEM_HUGE - before;
+    if (before > 0) {
+        munmap(p, before);
+    }
+    if (after > 0) {
+        munmap(p + before + bytes, after);
+    }
+    return p + before;
+}
+
+void *bt_mem_map(int fd, uint64_t offset, size_t bytes, int prot)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), size;
+    char *at = NULL;
+    void *p;
+
+    if (bytes >= BT_MEM_HUGE && bt_add_size(bytes, page - 1, &size) &&
+        size < SIZE_MAX - BT_MEM_HUGE) {
+        at = reserve(size & ~(page - 1), offset % BT_MEM_HUGE);
+    }
+    p = mmap(at, bytes, prot, MAP_SHARED | (at ? MAP_FIXED : 0), fd, (off_t)offset);
+    if (p == MAP_FAILED) {
+        return NULL; /* what was reserved may be another thread's by now */
+    }
+    madvise(p, bytes, MADV_HUGEPAGE); /* a wish; not every kernel grants it for memfd */
+    return p;
+}
+
 static int host_alloc(size_t bytes, const char *name, struct bt_mem_region *ret, struct bt_err *err)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE), size;
@@ -28,13 +66,12 @@ static int host_alloc(size_t bytes, const char *name, struct bt_mem_region *ret,
     }
     /* Who maps it as well relies on all of it staying there. */
     (void)fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
-    base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (base == MAP_FAILED) {
+    base = bt_mem_map(fd, 0, size, PROT_READ | PROT_WRITE);
+    if (!base) {
         BT_FAIL_SYS(err, BT_E_NOMEM, "memory %s: cannot map %zu bytes", name, size);
         close(fd);
         return BT_E_NOMEM;
     }
-    madvise(base, size, MADV_HUGEPAGE); /* a wish; not every kernel grants it for memfd */
     *ret = (struct bt_mem_region){&bt_mem_host, base, size, fd};
     return BT_OK;
 }
@@ -55,11 +92,10 @@ host_import(int fd, size_t bytes, const char *name, struct bt_mem_region *ret, s
         return BT_FAIL(err, BT_E_INVALID, "memory %s: %zu bytes are there, not %zu", name, size,
                        bytes);
     }
-    base = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    if (base == MAP_FAILED) {
+    base = bt_mem_map(fd, 0, size, PROT_READ | PROT_WRITE);
+    if (!base) {
         return BT_FAIL_SYS(err, BT_E_NOMEM, "memory %s: cannot map %zu bytes", name, size);
     }
-    madvise(base, size, MADV_HUGEPAGE); /* a wish, as above */
     *ret = (struct bt_mem_region){&bt_mem_host, base, size, fd};
     return BT_OK;
 }

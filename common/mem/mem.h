@@ -33,6 +33,12 @@ struct bt_mem_ops {
     void (*protect)(struct bt_mem_region *r);
 };
 
+#define BT_MEM_HUGE ((size_t)2 << 20) /* a huge page */
+
+/* Maps a memory file, shared, at an address at which its huge pages can be mapped as such. NULL and
+ * errno as from mmap; bytes > 0, offset a multiple of the page size. Any thread. */
+void *bt_mem_map(int fd, uint64_t offset, size_t bytes, int prot);
+
 extern const struct bt_mem_ops bt_mem_host;
 /* Anonymous memory that stays with this process (fd -1). The kernel grants huge pages for it where
  * it does not for a memfd: for weights, and blocks outside a pool. */

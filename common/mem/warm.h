@@ -2,12 +2,12 @@
  *
  * Pages of a pool that nobody has written to yet cost a fault each, in the middle of the first
  * request that wants them: a quarter of the time of a short turn whose history comes from another
- * node. A thread of little weight faults them in while the node waits. What is in the memory does
- * not change, whoever writes to it meanwhile. */
+ * node. A thread of little weight faults them in while the node waits, as huge pages where the
+ * kernel makes them. What is in the memory does not change, whoever writes to it meanwhile. */
 #ifndef BT_MEM_WARM_H
 #define BT_MEM_WARM_H
 
-#include "common/base/rc.h"
+#include "common/mem/mem.h"
 
 struct bt_warm;
 
@@ -16,7 +16,12 @@ struct bt_warm;
  * less than an eighth of it available. BT_E_NOMEM, BT_E_SYS. */
 int bt_warm_start(void *base, size_t bytes, struct bt_warm **ret_warm, struct bt_err *err)
     BT_MUST_USE;
-/* Ends the thread within a piece of 1 MiB. Any thread, once. NULL is fine. */
+/* bt_warm_start for a region that is a memory file: anonymous memory comes in huge pages by itself,
+ * and nobody waits for its first use. Not worth failing for: a failure is logged. */
+void bt_warm_region(const struct bt_mem_region *r, struct bt_warm **ret_warm);
+/* It has come to its end, early or not. Any thread. */
+bool bt_warm_done(const struct bt_warm *w);
+/* Ends the thread within a piece of 8 MiB. Any thread, once. NULL is fine. */
 void bt_warm_stop(struct bt_warm *w);
 
 /* The same at once, on the caller's thread: for what is small. */

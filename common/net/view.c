@@ -9,6 +9,7 @@
  * peer; what it shows then is stale, as a late read is, and is caught by the same checks. */
 #include "common/net/net_int.h"
 
+#include "common/mem/mem.h"
 #include "common/obs/log.h"
 
 #include <dirent.h>
@@ -114,21 +115,21 @@ static uint64_t sealed_size(int fd, struct stat *st)
 static struct view *map_file(struct bt_net_peer *peer, int fd, uint64_t offset, uint64_t bytes)
 {
     struct view *v = bt_calloc(1, sizeof(*v));
-    void *p = MAP_FAILED;
+    void *p = NULL;
     struct stat st;
     uint64_t size = fd >= 0 ? sealed_size(fd, &st) : 0;
 
     bytes = bytes ? bytes : size; /* 0: all of it */
     if (v && bytes > 0 && offset <= size && bytes <= size - offset) {
-        p = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, (off_t)offset);
+        p = bt_mem_map(fd, offset, bytes, PROT_READ);
     }
     bt_close_fd(&fd);
     /* The number may have gone to another process meanwhile. */
-    if (p != MAP_FAILED && !bt_net_mapped_probe(&peer->home)) {
+    if (p && !bt_net_mapped_probe(&peer->home)) {
         munmap(p, bytes);
-        p = MAP_FAILED;
+        p = NULL;
     }
-    if (p == MAP_FAILED) {
+    if (!p) {
         free(v);
         return NULL;
     }

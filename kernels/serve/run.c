@@ -473,23 +473,11 @@ static int start(struct kn_serve *s, struct bt_rpc_service *service, struct bt_e
     return BT_EXIT_OK;
 }
 
-/* Memory files take a fault for every 4 KiB; anonymous memory comes in huge pages, and nobody waits
- * for its first use. Not worth failing for. */
-static void warm(const struct bt_mem_region *r, struct bt_warm **ret)
-{
-    struct bt_err err = {0};
-    int rc = r->ops == &bt_mem_host ? bt_warm_start(r->base, r->bytes, ret, &err) : BT_OK;
-
-    if (rc < 0) {
-        BT_WARN("not_warmed", "msg=\"%s\"", bt_err_msg(&err, rc));
-    }
-}
-
 static void start_warming(struct kn_serve *s)
 {
-    warm(kv_pool_region(kn_engine_pool(s->engine)), &s->warm_pool);
+    bt_warm_region(kv_pool_region(kn_engine_pool(s->engine)), &s->warm_pool);
     if (s->tiers) {
-        warm(kv_tiers_region(s->tiers), &s->warm_tiers);
+        bt_warm_region(kv_tiers_region(s->tiers), &s->warm_tiers);
     }
 }
 

@@ -7,6 +7,7 @@
 #include "common/base/buf.h"
 #include "common/cluster/registry.h"
 #include "common/conf/value.h"
+#include "common/mem/warm.h"
 #include "common/node/node.h"
 #include "common/obs/log.h"
 #include "common/rpc/health.h"
@@ -37,6 +38,7 @@ struct store_conf {
     char *name, *listen, *advertise, *net_listen, *net_transports, *net_method, *store_listen;
     uint64_t relay_bytes, wait_ns, lease_ns, silence_ns, drain_timeout_ns, heartbeat_ns;
     int64_t relay_layouts, max_open;
+    bool warm;
 };
 
 static const struct bt_conf_opt opts[] = {
@@ -85,6 +87,13 @@ static const struct bt_conf_opt opts[] = {
                 "auto",
                 16,
                 "Who moves the bytes: auto; forced: pull (one host), message, put (RDMA)."),
+    BT_CONF_BOOL(
+        struct store_conf,
+        warm,
+        "store.warm",
+        "on",
+        "Touch the blocks' memory after the start, as huge pages where the kernel makes them; "
+        "off: memory is taken as it is needed."),
     BT_CONF_BYTES(struct store_conf,
                   relay_bytes,
                   "relay.bytes",
@@ -156,6 +165,7 @@ struct store {
     struct bt_registry *registry;
     struct bt_member self; /* as announced */
     struct kv_relay *relay;
+    struct bt_warm *warm;   /* NULL = off */
     struct kv_tiers *tiers; /* NULL = keeps no blocks; so are the next three */
     struct kv_tell *tell;
     struct kv_server *blocks;
@@ -527,6 +537,9 @@ static int serve(struct store *s, struct bt_err *err)
     if (rc < 0) {
         return bt_node_fail(BT_EXIT_OTHER, rc, err);
     }
+    if (s->tiers && s->conf->warm) {
+        bt_warm_region(kv_tiers_region(s->tiers), &s->warm);
+    }
     bt_node_on_stop(s->node, ask_stop, s);
     bt_loop_run(s->loop);
     return BT_EXIT_OK;
@@ -535,6 +548,7 @@ static int serve(struct store *s, struct bt_err *err)
 /* Every part may be missing. */
 static void stop(struct store *s)
 {
+    bt_warm_stop(s->warm);
     bt_registry_destroy(s->registry);
     bt_rpc_server_destroy(s->server);
     bt_reflection_destroy(s->reflection);

@@ -14,6 +14,7 @@
 #include "common/thr/time.h"
 #include "kvstore/handoff/handoff.h"
 #include "tests/bench/probe.h"
+#include "tests/bench/probe_memory.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -96,6 +97,7 @@ static void open_side(struct side *s, const char *name, uint64_t incarnation)
         kv_pool_create(&l, &bt_mem_host, "bench", &s->pool, &err) < 0) {
         die(name, &err);
     }
+    probe_warm(kv_pool_region(s->pool));
     cfg.pool = s->pool;
     if (kv_handoff_create(&cfg, &s->h, &err) < 0) {
         die(name, &err);
@@ -285,15 +287,6 @@ static struct result one(struct decode *d, uint64_t compute_ns)
                            100.0 * (double)landed / ((double)n_tokens * N_LAYERS)};
 }
 
-static double copy_round(const char *from, char *to, size_t bytes)
-{
-    uint64_t start = bt_now_ns();
-
-    memcpy(to, from, bytes);
-    __asm__ volatile("" ::"r"(to) : "memory");
-    return (double)bytes / (double)(bt_now_ns() - start);
-}
-
 struct options {
     const char *name;
     double perf, cached;
@@ -305,20 +298,20 @@ static void measure(struct decode *d, const struct options *o)
     size_t bytes = kv_pool_layout(d->s.pool)->bytes;
     double rate[ROUNDS], copy[ROUNDS], exposed[ROUNDS], landed[ROUNDS], plain;
     uint64_t pace = 0;
-    char *to = malloc(bytes), name[64];
+    struct probe_copy plain_copy;
+    char name[64];
     struct probe_result r = {.bench = "handoff", .name = name};
 
-    if (!to) {
+    if (probe_copy_open(&plain_copy, bytes) < 0) {
         die("memory", NULL);
     }
-    memset(to, 1, bytes);
     for (int i = -WARM_ROUNDS; i < ROUNDS; i++) { /* the first ones touch the memory */
         struct result v = one(d, 0);
 
         pace = 2 * v.ns;
         if (i >= 0) {
             rate[i] = (double)bytes / (double)v.ns;
-            copy[i] = copy_round(kv_pool_region(d->s.pool)->base, to, bytes);
+            copy[i] = probe_copy_gb_per_s(&plain_copy);
         }
     }
     for (int i = 0; i < ROUNDS; i++) {
@@ -327,7 +320,7 @@ static void measure(struct decode *d, const struct options *o)
         exposed[i] = (double)v.exposed_ns / 1e6;
         landed[i] = v.landed;
     }
-    free(to);
+    probe_copy_close(&plain_copy);
     snprintf(name, sizeof(name), "%s %uk", o->name, n_tokens / 1024);
     plain = probe_median(copy, ROUNDS);
     r.metric = "gb_per_s";

@@ -11,6 +11,7 @@
 #include "kvstore/store/client.h"
 #include "kvstore/store/server.h"
 #include "tests/bench/probe.h"
+#include "tests/bench/probe_memory.h"
 
 #include <poll.h>
 #include <stdio.h>
@@ -99,6 +100,7 @@ static void run_daemon(int stop_fd)
     if (kv_tiers_create(&cfg, &d.tiers, &err) < 0) {
         die("tiers", &err);
     }
+    probe_warm(kv_tiers_region(d.tiers));
     sc.tiers = bc.arg = d.tiers;
     if (kv_server_create(&sc, &server, &err) < 0 || bt_blockmap_create(&bc, &bm, &err) < 0) {
         die("server", &err);
@@ -272,16 +274,6 @@ static double get_round(struct client *c)
     return v;
 }
 
-/* A copy of as many bytes, from pages that are not in a cache. */
-static double copy_round(char *from, char *to, size_t bytes)
-{
-    uint64_t start = bt_now_ns();
-
-    memcpy(to, from, bytes);
-    __asm__ volatile("" ::"r"(to) : "memory");
-    return gb_per_s(bytes, start);
-}
-
 static void open_client(struct client *c)
 {
     struct kv_layout l = make_layout(N_BLOCKS * BLOCK_PAGES);
@@ -306,6 +298,7 @@ static void open_client(struct client *c)
                                   c->pages) < 0) {
         die("pages", NULL);
     }
+    probe_warm(kv_pool_region(c->pool));
     memset(kv_pool_region(c->pool)->base, 0x5a, kv_pool_region(c->pool)->bytes);
 }
 
@@ -342,9 +335,9 @@ int main(int argc, char **argv)
     struct bt_registry_cfg rc = {.conf = &conf, .changed = on_members, .arg = &c};
     struct bt_registry *reg;
     const char *name = "shm", *redis = NULL;
-    size_t bytes = (size_t)N_BLOCKS * BLOB_BYTES;
     struct bt_err err;
-    char *to, put_case[32], get_case[32];
+    struct probe_copy plain;
+    char put_case[32], get_case[32];
     int fds[2];
 
     for (int i = 1; i < argc; i++) {
@@ -382,18 +375,16 @@ int main(int argc, char **argv)
         die("registry", &err);
     }
     wait_until(is_known, &c, 0);
-    to = malloc(bytes);
-    if (!to) {
+    if (probe_copy_open(&plain, (size_t)N_BLOCKS * BLOB_BYTES) < 0) {
         die("memory", NULL);
     }
-    memset(to, 1, bytes);
     for (int r = -3; r < ROUNDS; r++) { /* the first rounds touch the memory */
         double p, g, m;
 
         make_chain(&c, r + 3);
         p = put_round(&c);
         g = get_round(&c);
-        m = copy_round(kv_pool_region(c.pool)->base, to, bytes);
+        m = probe_copy_gb_per_s(&plain);
         if (r >= 0) {
             put[r] = p;
             get[r] = g;
@@ -404,7 +395,7 @@ int main(int argc, char **argv)
     snprintf(get_case, sizeof(get_case), "get %s", name);
     report(put_case, put, copy, &o);
     report(get_case, get, copy, &o);
-    free(to);
+    probe_copy_close(&plain);
     bt_registry_destroy(reg);
     kv_client_destroy(c.store);
     bt_blockmap_destroy(c.bm);

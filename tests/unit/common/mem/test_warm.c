@@ -65,6 +65,16 @@ static void wait_resident(const struct bt_mem_region *r)
     }
 }
 
+static void wait_done(const struct bt_warm *w)
+{
+    uint64_t end = bt_deadline_ns(20 * BT_NS_PER_S);
+
+    while (!bt_warm_done(w)) {
+        assert_true(bt_now_ns() < end);
+        usleep(2000);
+    }
+}
+
 struct writer {
     uint64_t *words;
     size_t n;
@@ -115,6 +125,63 @@ static void test_all_is_there_and_nothing_changes(void **state)
     r[1].ops->free(&r[1]);
 }
 
+/* Of the process's mappings, what is mapped by huge pages of memory files. */
+static size_t huge_bytes(void)
+{
+    unsigned long long kib = 0;
+    char line[256];
+    FILE *f = fopen("/proc/self/smaps_rollup", "re");
+
+    while (f && fgets(line, sizeof(line), f) &&
+           sscanf(line, "ShmemPmdMapped: %llu kB", &kib) != 1) {
+    }
+    if (f) {
+        fclose(f);
+    }
+    return (size_t)kib * 1024;
+}
+
+/* A memory file becomes huge pages, with what was in it, here and wherever it is mapped by
+ * bt_mem_map afterwards; a rest that is no huge page is there as well. */
+static void test_memory_files_become_huge_pages(void **state)
+{
+    struct bt_mem_region r = make(&bt_mem_host, BYTES + 4096);
+    struct bt_warm *warm = NULL;
+    struct bt_err err = {0};
+    size_t before = huge_bytes();
+    uint64_t sum = 0;
+    char *other;
+
+    assert_int_equal((uintptr_t)r.base % BT_MEM_HUGE, 0);
+    for (size_t i = 0; i < BYTES / 2; i += 4096) { /* the first half is in use */
+        ((char *)r.base)[i] = 1;
+    }
+    assert_int_equal(bt_warm_start(r.base, r.bytes, &warm, &err), BT_OK);
+    wait_done(warm);
+    bt_warm_stop(warm);
+    if (!kernel_can() || huge_bytes() == before) {
+        r.ops->free(&r);
+        skip(); /* before 6.1, or without huge pages */
+    }
+    assert_int_equal(huge_bytes() - before, BYTES);
+    assert_int_equal(resident(&r), all_of(&r));
+    other = bt_mem_map(r.fd, 0, r.bytes, PROT_READ);
+    assert_non_null(other);
+    for (size_t i = 0; i < BYTES; i += 4096) {
+        sum += (uint64_t)other[i];
+    }
+    assert_int_equal(sum, BYTES / 2 / 4096);
+    assert_int_equal(huge_bytes() - before, 2 * BYTES);
+    munmap(other, r.bytes);
+    other = bt_mem_map(r.fd, BYTES, 4096, PROT_READ);
+    assert_non_null(other);
+    munmap(other, 4096);
+    other = bt_mem_map(r.fd, 4096, BYTES, PROT_READ);
+    assert_int_equal((uintptr_t)other % BT_MEM_HUGE, 4096);
+    munmap(other, BYTES);
+    r.ops->free(&r);
+}
+
 /* Told to stop at once, it has not gone through everything, and what it went through may go. */
 static void test_stops_in_the_middle(void **state)
 {
@@ -156,6 +223,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_all_is_there_and_nothing_changes),
+        cmocka_unit_test(test_memory_files_become_huge_pages),
         cmocka_unit_test(test_stops_in_the_middle),
         cmocka_unit_test(test_unmapped_range_is_left),
         cmocka_unit_test(test_available),
