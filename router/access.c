@@ -1,11 +1,15 @@
 /* The router's access log: a JSON line for each request that has ended. Its stages add up to the
  * time to the first token, and to the gap before the second one; nodes write lines of their own
- * under the same id. Never a prompt, a text of an answer, or a token. Loop thread; a thread of the
- * log writes. */
+ * under the same id. What never became a request has a line, too. Never a prompt, a text of an
+ * answer, or a token. Loop thread, refusals any; a thread of the log writes. */
 #include "router/router_int.h"
 
 #include "common/base/jsonw.h"
 #include "common/rpc/rpc.h"
+#include "common/thr/time.h"
+
+#include <stdio.h>
+#include <stdlib.h>
 
 static double ms(uint64_t ns)
 {
@@ -63,6 +67,7 @@ static void put_line(struct bt_jsonw *w, const struct rt_router *r, const struct
     bt_jw_str(w, "time", at);
     bt_jw_str(w, "id", t->id);
     bt_jw_str(w, "client_id", t->client_id ? t->client_id : "");
+    bt_jw_str(w, "answer_id", t->answer_id);
     bt_jw_str(w, "router", r->name);
     bt_jw_str(w, "via", t->via);
     bt_jw_str(w, "tenant", t->tenant);
@@ -101,4 +106,25 @@ void rt_access_write(const struct rt_router *r, const struct rt_trace *t)
         bt_lines_add(lines, bt_buf_str(&b));
     }
     bt_buf_fini(&b);
+}
+
+void rt_access_refused(struct rt_router *r, const struct rt_refusal *f)
+{
+    struct rt_trace *t = rt_trace_create();
+
+    rt_stats_refused(&r->stats, rt_outcome_of(f->rc));
+    if (!t) {
+        return;
+    }
+    snprintf(t->id, sizeof(t->id), "%s", f->id);
+    snprintf(t->answer_id, sizeof(t->answer_id), "%s", f->answer_id);
+    snprintf(t->tenant, sizeof(t->tenant), "%s", f->tenant);
+    t->client_id = strdup(f->client_id);
+    t->via = f->via;
+    t->t.came = f->came_ns;
+    t->end_ns = BT_MAX(bt_now_ns(), f->came_ns);
+    t->finish = "none";
+    t->rc = f->rc;
+    rt_access_write(r, t);
+    rt_trace_destroy(t);
 }

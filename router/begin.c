@@ -77,12 +77,13 @@ take_message(struct rt_request *req, const Baton__V1__GenerateRequest *m, struct
     bool has_seed;
     int rc;
 
-    if (!rt_model_is(model, m->model)) {
-        return BT_FAIL(err, BT_E_NOT_FOUND, "model %.100s is not served here", m->model);
-    }
     if (strlen(m->request_id) > MAX_CLIENT_ID) {
         return BT_FAIL(err, BT_E_INVALID, "request_id has %zu bytes, at most %d",
                        strlen(m->request_id), MAX_CLIENT_ID);
+    }
+    req->client_id = strdup(m->request_id); /* first: so that what is refused is logged by it */
+    if (!rt_model_is(model, m->model)) {
+        return BT_FAIL(err, BT_E_NOT_FOUND, "model %.100s is not served here", m->model);
     }
     if (strlen(m->cache_salt) > MAX_CACHE_SALT) {
         return BT_FAIL(err, BT_E_INVALID, "cache_salt has %zu bytes, at most %d",
@@ -117,7 +118,6 @@ take_message(struct rt_request *req, const Baton__V1__GenerateRequest *m, struct
         req->sampling.s.seed = rt_random(req->router);
     }
     req->sampling.s.choice = req->client->choice;
-    req->client_id = strdup(m->request_id);
     req->cache_salt = strdup(m->cache_salt);
     return req->client_id && req->cache_salt ? BT_OK
                                              : BT_FAIL(err, BT_E_NOMEM, "no memory for a request");

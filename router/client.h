@@ -31,7 +31,9 @@ struct rt_client {
     uint64_t deadline_ns;   /* BT_NEVER_NS = none */
     uint64_t came_ns;       /* when it came, where that was before the loop saw it; 0 = now */
     const char *via;        /* static: "grpc" or "http"; NULL = grpc */
+    const char *answer_id;  /* what the answer calls itself; the owner's; NULL = as the request */
     double retry_after_s;   /* set before a failure: when it is worth another try; 0 = not known */
+    int closed_rc;          /* why its owner closes the request; 0 = the client has gone */
     uint32_t choice;        /* which of several answers to one prompt with one seed */
     /* The message's ids as they came (bt_rpc_call_packed); read when the request begins. */
     struct bt_str packed;

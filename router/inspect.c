@@ -199,6 +199,12 @@ static void explain_trace(struct bt_rpc_call *call,
     bt_rpc_call_reply(call, &e.m.base);
 }
 
+static bool is_called(const struct rt_trace *t, const char *client_id, const char *id)
+{
+    return id[0] && (strcmp(t->id, id) == 0 || strcmp(t->answer_id, id) == 0 ||
+                     (client_id && strcmp(client_id, id) == 0));
+}
+
 static void explain(struct bt_rpc_call *call, const ProtobufCMessage *msg)
 {
     const Baton__V1__ExplainRequest *m = (const void *)msg;
@@ -209,9 +215,7 @@ static void explain(struct bt_rpc_call *call, const ProtobufCMessage *msg)
     bt_list_for_each (it, &r->requests) { /* the newest comes last */
         struct rt_request *req = BT_LIST_ENTRY(it, struct rt_request, link);
 
-        if (req->trace && m->id[0] &&
-            (strcmp(req->id, m->id) == 0 ||
-             (req->client_id && strcmp(req->client_id, m->id) == 0))) {
+        if (req->trace && is_called(req->trace, req->client_id, m->id)) {
             found = req;
         }
     }
@@ -220,10 +224,10 @@ static void explain(struct bt_rpc_call *call, const ProtobufCMessage *msg)
         explain_trace(call, found->trace, found->client_id, bt_now_ns());
         return;
     }
-    for (size_t i = 0; i < rt_traces_n(r->traces) && m->id[0]; i++) {
+    for (size_t i = 0; i < rt_traces_n(r->traces); i++) {
         const struct rt_trace *t = rt_traces_at(r->traces, i);
 
-        if (strcmp(t->id, m->id) == 0 || (t->client_id && strcmp(t->client_id, m->id) == 0)) {
+        if (is_called(t, t->client_id, m->id)) {
             explain_trace(call, t, t->client_id, 0);
             return;
         }
@@ -450,7 +454,7 @@ static void fill_counts(const struct rt_stats *s, struct counts *c, Baton__V1__F
 
     m->outcomes = c->ptrs + c->n;
     for (int i = 0; i < RT_OUTCOMES; i++) {
-        count(c, rt_outcome_names[i], s->outcomes[i]);
+        count(c, rt_outcome_names[i], rt_stats_outcome(s, (enum rt_outcome)i));
     }
     m->n_outcomes = RT_OUTCOMES;
     m->tier_tokens = c->ptrs + c->n;

@@ -23,6 +23,8 @@ int rt_observe_begin(struct rt_request *req)
     }
     req->trace = t;
     snprintf(t->id, sizeof(t->id), "%s", req->id);
+    snprintf(t->answer_id, sizeof(t->answer_id), "%s",
+             req->client->answer_id ? req->client->answer_id : "");
     t->via = req->client->via ? req->client->via : "grpc";
     t->t.came = bt_loop_now(req->router->loop);
     if (req->client->came_ns && req->client->came_ns < t->t.came) {

@@ -87,7 +87,9 @@ void rt_request_fail_early(struct rt_request *req, int rc)
 
 void rt_request_closed(struct rt_request *req)
 {
-    done(req, RT_OUTCOME_CANCELLED, BT_E_CANCELLED);
+    int rc = req->client->closed_rc < 0 ? req->client->closed_rc : BT_E_CANCELLED;
+
+    done(req, rt_outcome_of(rc), rc);
     bt_list_remove(&req->link);
     rt_answer_fini(&req->answer);
     wire_sampling_owned_fini(&req->sampling);

@@ -301,6 +301,14 @@ int rt_cache_find(struct rt_router *r, const struct rt_find_args *a) BT_MUST_USE
 /* --- access.c: the access log --- */
 /* A line for a request that has ended; does nothing where no log is configured. */
 void rt_access_write(const struct rt_router *r, const struct rt_trace *t);
+/* A request that never became one: refused by a limit, or because it could not be read. */
+struct rt_refusal {
+    const char *id, *client_id, *answer_id, *via, *tenant;
+    uint64_t came_ns;
+    int rc;
+};
+/* Its line, and it is counted. Any thread. */
+void rt_access_refused(struct rt_router *r, const struct rt_refusal *f);
 const char *rt_path_name(enum rt_path path);
 const char *rt_role_name(enum rt_role role); /* of any node, daemons of the store included */
 

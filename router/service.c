@@ -91,7 +91,17 @@ int rt_generate(struct rt_router *r,
                 struct bt_err *err)
 {
     if (r->n_requests >= (size_t)r->conf->max_active) {
-        r->stats.outcomes[RT_OUTCOME_OVERLOADED]++;
+        char id[RT_TRACE_ID];
+        const struct rt_refusal f = {.id = id,
+                                     .client_id = msg->request_id,
+                                     .answer_id = client->answer_id ? client->answer_id : "",
+                                     .via = client->via ? client->via : "grpc",
+                                     .tenant = client->who.tenant,
+                                     .came_ns = client->came_ns ? client->came_ns : bt_now_ns(),
+                                     .rc = BT_E_EXHAUSTED};
+
+        snprintf(id, sizeof(id), "%016llx", (unsigned long long)rt_random(r));
+        rt_access_refused(r, &f);
         return BT_FAIL(err, BT_E_EXHAUSTED, "%zu requests are active, no more are taken",
                        r->n_requests);
     }
@@ -132,6 +142,7 @@ static void generate_closed(struct bt_rpc_call *call, bool cancelled)
     if (gc) {
         bt_timer_stop(bt_rpc_call_loop(call), &gc->headers);
         if (gc->client.req) {
+            gc->client.closed_rc = bt_rpc_call_refused(call);
             rt_request_closed(gc->client.req);
         }
     }

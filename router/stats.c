@@ -33,6 +33,16 @@ enum rt_outcome rt_outcome_of(int rc)
     }
 }
 
+uint64_t rt_stats_outcome(const struct rt_stats *s, enum rt_outcome o)
+{
+    return s->outcomes[o] + __atomic_load_n(&s->refused[o], __ATOMIC_RELAXED);
+}
+
+void rt_stats_refused(struct rt_stats *s, enum rt_outcome o)
+{
+    __atomic_fetch_add(&s->refused[o], 1, __ATOMIC_RELAXED);
+}
+
 uint64_t rt_histogram_n(const struct rt_histogram *h)
 {
     uint64_t n = 0;

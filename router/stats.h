@@ -44,6 +44,7 @@ struct rt_tenant_stats {
 struct rt_stats {
     time_t started;
     uint64_t outcomes[RT_OUTCOMES];
+    uint64_t refused[RT_OUTCOMES]; /* before they became requests; atomic, relaxed: any thread */
     uint64_t tokens, prompt_tokens, retries;
     struct rt_histogram first_token;
     struct rt_histogram token;        /* between tokens, one by one */
@@ -60,6 +61,9 @@ struct rt_stats {
     unsigned n_tenants;
     struct rt_tenant_stats tenants[RT_TENANTS_MAX], other_tenants;
 };
+/* Of requests and of what was refused before it became one. */
+uint64_t rt_stats_outcome(const struct rt_stats *s, enum rt_outcome o);
+void rt_stats_refused(struct rt_stats *s, enum rt_outcome o); /* any thread */
 struct rt_tenant_stats *rt_stats_tenant(struct rt_stats *s, const char *name);
 
 #endif

@@ -8,9 +8,10 @@
 #include "router/stages.h"
 #include "router/states.h"
 
-#define RT_TRACE_ID     20
-#define RT_TRACE_NAME   64
-#define RT_TRACE_FAILED 4
+#define RT_TRACE_ID        20
+#define RT_TRACE_ANSWER_ID 40
+#define RT_TRACE_NAME      64
+#define RT_TRACE_FAILED    4
 
 struct rt_trace_candidate {
     char node[RT_TRACE_NAME];
@@ -23,6 +24,7 @@ struct rt_trace_candidate {
 struct rt_trace {
     char id[RT_TRACE_ID];
     char *client_id; /* owned; NULL = none */
+    char answer_id[RT_TRACE_ANSWER_ID];
     char tenant[RT_TRACE_NAME];
     const char *via; /* static */
     struct rt_stamps t;

@@ -96,6 +96,7 @@ struct bt_rpc_call {
     bool want_drained;
     int status;
     char *status_text; /* owned, may be NULL */
+    int refused_rc;    /* its token is gone */
     grpc_metadata trailers[MAX_TRAILERS];
     size_t n_trailers;
     char *peer; /* owned, gpr_free */
@@ -559,6 +560,7 @@ static void check_again(struct bt_rpc_call *call)
         BT_INFO("revoked", "peer=%s method=%s rc=%s msg=\"the token of a running call is gone\"",
                 bt_rpc_call_peer(call), call->method->path, bt_rc_name(rc));
         bt_rpc_sendq_drop(&call->sendq, call->sending_message);
+        call->refused_rc = rc;
         bt_rpc_call_finish(call, bt_rc_grpc(rc), "the token that this call began with is gone");
     }
 }
@@ -853,6 +855,11 @@ void bt_rpc_call_finish(struct bt_rpc_call *call, int status, const char *text)
     call->status = status;
     call->status_text = text ? cut_copy(text) : NULL;
     pump_send(call);
+}
+
+int bt_rpc_call_refused(const struct bt_rpc_call *call)
+{
+    return call->refused_rc;
 }
 
 void bt_rpc_call_fail(struct bt_rpc_call *call, int rc, const struct bt_err *err)

@@ -123,6 +123,9 @@ void bt_rpc_call_send_headers(struct bt_rpc_call *call);
  * copied, cut at 1000 bytes. The first finish counts. No message comes in any more; `closed`
  * follows. */
 void bt_rpc_call_finish(struct bt_rpc_call *call, int status, const char *text);
+/* In `closed`: BT_E_UNAUTHENTICATED or BT_E_DENIED where the server has ended a call that ran, as
+ * what it began with does not count any more; else BT_OK. */
+int bt_rpc_call_refused(const struct bt_rpc_call *call);
 /* finish with the status and text of a result code; `err` may be NULL. */
 void bt_rpc_call_fail(struct bt_rpc_call *call, int rc, const struct bt_err *err);
 /* send + finish(OK); if the message cannot be queued the call fails with the reason. */

@@ -211,6 +211,7 @@ void rt_http_on_cancel(struct bt_msg *msg, void *loop)
 
     handled(h);
     if (ch->client.req) {
+        ch->client.closed_rc = ch->cancel_rc;
         rt_request_closed(ch->client.req);
         ch->client.req = NULL;
     }

@@ -22,6 +22,7 @@ struct rt_http_ex *rt_http_ex_create(struct rt_http_conn *c)
     ex->h = c->h;
     ex->conn = c;
     ex->created = (int64_t)time(NULL);
+    ex->came_ns = bt_now_ns();
     id = c->h->id_seed + 0x9e3779b97f4a7c15ull * ++c->h->id_next; /* distinct, and says no count */
     snprintf(ex->id, sizeof(ex->id), "%016llx", (unsigned long long)id);
     for (size_t i = 0; i < c->n_request_id; i++) {
@@ -75,6 +76,7 @@ static void cancel_choices(struct rt_http_ex *ex)
 
         if (!ch->ended && !ch->cancelled) {
             ch->cancelled = true;
+            ch->cancel_rc = ex->refused_rc;
             rt_http_to_loop(ex->h, &ch->cancel);
         }
     }
@@ -516,13 +518,16 @@ void rt_http_event(struct rt_http_event *ev)
 static int make_head(struct rt_http_ex *ex)
 {
     const struct rt_http_spec *s = &ex->spec;
-    int rc = bt_buf_printf(&ex->head,
-                           "data: {\"id\":\"%s-%s\",\"object\":\"%s\",\"created\":%lld,\"model\":",
-                           s->chat ? "chatcmpl" : "cmpl", ex->id,
-                           !s->chat    ? "text_completion"
-                           : s->stream ? "chat.completion.chunk"
-                                       : "chat.completion",
-                           (long long)ex->created);
+    int rc;
+
+    snprintf(ex->answer_id, sizeof(ex->answer_id), "%s-%s", s->chat ? "chatcmpl" : "cmpl", ex->id);
+    rc = bt_buf_printf(
+        &ex->head,
+        "data: {\"id\":\"%s\",\"object\":\"%s\",\"created\":%lld,\"model\":", ex->answer_id,
+        !s->chat    ? "text_completion"
+        : s->stream ? "chat.completion.chunk"
+                    : "chat.completion",
+        (long long)ex->created);
 
     return rc < 0 ? rc
                   : rt_http_put_lossy(&ex->head,
@@ -542,7 +547,8 @@ static int make_choices(struct rt_http_ex *ex)
 
         ch->client.choice = (uint32_t)(i % ex->spec.n);
         ch->client.who = ex->conn->who;
-        ch->client.came_ns = bt_now_ns();
+        ch->client.came_ns = ex->came_ns;
+        ch->client.answer_id = ex->answer_id;
         ch->h = ex->h;
         ch->ex = ex;
         ch->idx = (uint32_t)i;
@@ -580,6 +586,15 @@ static void start_choices(struct rt_http_ex *ex, int rc, const struct bt_err *er
         rc = make_choices(ex);
     }
     if (rc < 0) {
+        const struct rt_refusal f = {.id = ex->id,
+                                     .client_id = ex->request_id,
+                                     .answer_id = "",
+                                     .via = "http",
+                                     .tenant = ex->conn->who.tenant,
+                                     .came_ns = ex->came_ns,
+                                     .rc = rc};
+
+        rt_access_refused(ex->h->router, &f);
         snprintf(param, sizeof(param), "%s", ex->spec.param);
         rt_http_ex_error(ex, rc, param, bt_err_msg(err, rc));
         return;

@@ -70,6 +70,7 @@ struct rt_http_choice {
     struct rt_http_ex *ex;
     uint32_t idx;
     bool begun, ended, cancelled, role_sent;
+    int cancel_rc; /* why, before it is posted; 0 = the client has gone */
     uint32_t n_prompt, n_completion, n_cached, finish;
     struct bt_buf text, lp, lp2, lp3, lp4; /* not streamed: what came so far, as JSON */
     size_t n_chars, n_lp;                  /* for text_offset */
@@ -109,12 +110,15 @@ struct rt_http_ex {
     struct rt_http *h;
     struct rt_http_conn *conn; /* NULL = closed */
     struct rt_http_spec spec;
-    char id[40];
+    char id[20];
+    char answer_id[RT_TRACE_ANSWER_ID]; /* what an answer calls itself: kind and id */
     char request_id[RT_HTTP_ID_BYTES + 1];
     int64_t created;
+    uint64_t came_ns;
     char *model;        /* as JSON */
     struct bt_buf head; /* of every chunk */
     bool headers_sent, over;
+    int refused_rc; /* its token is gone */
     struct rt_http_choice *choices;
     size_t n_choices, n_begun, n_ended, n_held; /* held: by the loop */
     double retry_after_s;                       /* of the failure; 0 = not known */

@@ -203,7 +203,8 @@ static int put_metrics(const struct rt_router *r, struct bt_buf *b)
     }
     for (int i = 0; rc == BT_OK && i < RT_OUTCOMES; i++) {
         rc = bt_buf_printf(b, "baton_router_requests_total{outcome=\"%s\"} %llu\n",
-                           rt_outcome_names[i], (unsigned long long)s->outcomes[i]);
+                           rt_outcome_names[i],
+                           (unsigned long long)rt_stats_outcome(s, (enum rt_outcome)i));
     }
     if (rc < 0 ||
         (rc = put_value(b, "baton_router_tokens_total", "counter", "Tokens sent to clients.",

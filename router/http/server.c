@@ -118,6 +118,7 @@ static void look_for_revoked(struct rt_http *h)
             BT_INFO("revoked",
                     "port=http fd=%d rc=%s msg=\"the token of a running request is gone\"", c->fd,
                     bt_rc_name(rc));
+            c->ex->refused_rc = rc;
             rt_http_ex_fail(c->ex, rc, "the token that this request began with is gone");
         }
     }

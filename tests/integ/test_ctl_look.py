@@ -19,6 +19,7 @@ import pytest
 
 from cluster import SANITIZED, SLOW, eventually
 from security import CLIENT, OPERATOR, Access, Tokens
+from test_http import Http
 from wire import BUILD, DIRECT, LOCAL, ROOT, request
 
 TEXT = "the quiet harbor and the lamp keeper walk " * 60
@@ -102,7 +103,7 @@ def test_clients_send_nothing_to_the_terminal(cluster):
 
 
 def test_explain(cluster):
-    c = cluster(decode=2)
+    c = cluster(decode=2, router_args=["--http.listen=127.0.0.1:0"])
     a = c.client.generate(TEXT, max_tokens=5, path=DIRECT, request_id="by-client")
     b = c.client.generate(TEXT, max_tokens=5, path=DIRECT)
     e = js("explain", a.stream_id, *at(c))
@@ -119,6 +120,12 @@ def test_explain(cluster):
     assert sum(first.values()) == pytest.approx(e["first_token_s"], abs=1e-6) and first["prefill"] > 0
     assert sum(s["s"] for s in e["second"]) == pytest.approx(e["second_gap_s"], abs=1e-6)
     assert js("explain", "by-client", *at(c))["request"]["id"] == a.stream_id
+    # The id of an HTTP answer finds it as well, whatever the client called it.
+    _, answer = Http(c).call("POST", "/v1/completions", {"prompt": "x", "max_tokens": 2},
+                             headers={"X-Request-Id": "mine"})
+    by_http = js("explain", answer["id"], *at(c))["request"]
+    assert by_http["client_id"] == "mine" and by_http["via"] == "http"
+    assert js("explain", by_http["id"], *at(c))["request"] == by_http
     again = js("explain", b.stream_id, *at(c))
     blocks = (again["request"]["prompt_tokens"] - 1) // 128
     assert again["expected"]["pool"] == again["found"]["pool"] == again["request"]["cached_tokens"] == blocks * 128

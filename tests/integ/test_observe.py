@@ -371,9 +371,39 @@ def test_errors_are_logged_with_their_status(cluster):
     stream.cancel()
     lines = eventually(lambda: (x := access(c, "router")) and len(x) == 2 and x, 10, "2 lines")
     assert lines[0]["status"] == "INVALID_ARGUMENT" and lines[0]["tokens_out"] == 0
+    assert lines[0]["client_id"] == "empty"
     assert lines[1]["status"] == "CANCELLED" and lines[1]["finish"] == "none" and not lines[1]["good"]
     assert lines[1]["tokens_out"] > 0
     adds_up(lines[1])
+
+
+def test_what_is_refused_before_it_is_a_request_is_logged_and_counted(cluster):
+    """Every answer that names an id has a line under it: bad bodies of HTTP, and what finds no room."""
+    c = cluster(prefill=0, role="both", router_args=[*HTTP, "--limits.active=1"])
+    http = Http(c)
+    for i, body in enumerate(["{", {"prompt": SECRET, "temperature": "hot"}, {"prompt": SECRET, "tools": 1}]):
+        r, _ = http.call("POST", "/v1/completions", body, headers={"X-Request-Id": f"bad-{i}"})
+        assert r.status == 400 and r.headers["X-Request-Id"] == f"bad-{i}"
+    assert "INVALID" in str(c.client.error("x", request_id="hot", temperature=-3.0).code())
+    stream = c.client.stream(request_of("y", AUTO, 9, n=4000))
+    next(stream)
+    assert "RESOURCE_EXHAUSTED" in str(c.client.error("x", request_id="late").code())
+    r, _ = http.call("POST", "/v1/completions", {"prompt": "x"}, headers={"X-Request-Id": "late-too"})
+    assert r.status == 429
+    stream.cancel()
+    lines = eventually(lambda: (x := access(c, "router")) and len(x) == 7 and x, 10, "7 lines")
+    assert len({x["id"] for x in lines}) == 7
+    by = {x["client_id"]: x for x in lines}
+    assert [by[f"bad-{i}"]["status"] for i in range(3)] == ["INVALID_ARGUMENT"] * 3
+    assert by["hot"]["status"] == "INVALID_ARGUMENT"
+    assert by["late"]["status"] == by["late-too"]["status"] == "RESOURCE_EXHAUSTED"
+    assert by["late-too"]["via"] == "http" and by["late-too"]["path"] == "none"
+    assert "lighthouse" not in (c.folder / "router.access").read_text()
+    s = series(http)
+    told = {k[1][1]: v for k, v in s.items() if k[0] == "baton_router_requests_total"}
+    assert told == {"ok": 0, "cancelled": 1, "invalid": 4, "overloaded": 2, "unavailable": 0, "error": 0}
+    figures = inspect(c, "GetFigures", "GetFiguresRequest", "Figures")
+    assert {o.name: o.value for o in figures.outcomes} == told
 
 
 def test_cost_of_a_busy_log(cluster):
