@@ -388,6 +388,9 @@ static int open_server(struct rt_router *r, struct bt_rpc_service *service, stru
         (rc = bt_rpc_server_listen(r->server, r->conf->listen, &port, err)) < 0) {
         return rc;
     }
+    for (int i = 0; i < 3; i++) {
+        bt_health_set(r->health, service[i].name, BT_HEALTH_NOT_SERVING);
+    }
     if (strncmp(r->conf->listen, "unix:", 5) == 0) {
         snprintf(r->address, sizeof(r->address), "%s", r->conf->listen);
     } else {
@@ -452,7 +455,6 @@ static int serve(struct rt_router *r, struct bt_err *err)
     struct bt_node_addr addrs[2] = {{"listen", r->address}};
     int rc;
 
-    bt_health_set(r->health, "baton.v1.Baton", BT_HEALTH_SERVING);
     bt_health_set_all(r->health, BT_HEALTH_SERVING);
     if (r->http) {
         addrs[1] = (struct bt_node_addr){"http", rt_http_address(r->http)};

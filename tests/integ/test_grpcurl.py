@@ -63,6 +63,10 @@ def test_grpcurl_status_and_health(grpcurl):
     assert {n["state"] for n in server["nodes"]} == {"ready"}
     for target in ("router", "prefill-0", "decode-0"):
         assert json.loads(grpcurl("grpc.health.v1.Health/Check", target=target))["status"] == "SERVING"
+        for service in grpcurl("list", target=target).split():
+            if service.startswith("baton."):  # all of ours have a state
+                answer = grpcurl("grpc.health.v1.Health/Check", target=target, data={"service": service})
+                assert json.loads(answer)["status"] == "SERVING", service
     status = json.loads(grpcurl("baton.v1.Node/GetStatus", target="decode-0"))
     assert status["name"] == "decode-0" and status["pagesFree"] == status["pagesTotal"]
 
