@@ -69,6 +69,17 @@ static void usage_line(FILE *to, const struct ctl_command *c, const char *lead)
     fputc('\n', to);
 }
 
+int ctl_bad_usage(const struct ctl_command *c)
+{
+    if (c) {
+        usage_line(stderr, c, "usage: ");
+        fprintf(stderr, "batonctl %s --help says more\n", c->name);
+    } else {
+        fputs("usage: batonctl COMMAND [OPTION...]; batonctl --help lists the commands\n", stderr);
+    }
+    return CTL_USAGE;
+}
+
 void ctl_usage(FILE *to, const struct ctl_command *c)
 {
     bool must;
@@ -103,8 +114,7 @@ static int BT_PRINTF_ATTR(2, 3) bad(const struct ctl_command *c, const char *fmt
     vfprintf(stderr, fmt, ap);
     va_end(ap);
     fputc('\n', stderr);
-    ctl_usage(stderr, c);
-    return CTL_USAGE;
+    return ctl_bad_usage(c);
 }
 
 /* --- reading --------------------------------------------------------------------------------- */

@@ -225,7 +225,8 @@ static int ask_vocab(const struct ctl_args *a, uint32_t *ret)
 static int run(struct bench *b)
 {
     int64_t n = BT_MIN(b->a->concurrency, b->a->requests);
-    struct bt_rpc_channel_config cc = {.sec = ctl_access(), .on_state = on_state, .user = b};
+    struct bt_rpc_channel_config cc = {
+        .sec = ctl_access(CTL_ROUTER), .on_state = on_state, .user = b};
     struct bt_err err = {0};
     int rc = bt_loop_create(&b->loop, &err);
 

@@ -222,6 +222,7 @@ static void flush_one(const struct ctl_args *a, const Baton__V1__NodeInfo *n, st
 {
     Baton__V1__FlushCacheRequest m = BATON__V1__FLUSH_CACHE_REQUEST__INIT;
     struct ctl_ask ask = {.path = "/baton.v1.Node/FlushCache",
+                          .peer = CTL_NODE,
                           .request = &m.base,
                           .response = &baton__v1__flush_cache_response__descriptor,
                           .deadline_ns = bt_deadline_ns(a->timeout_ns)};

@@ -1,6 +1,7 @@
 /* One call to a router or node, from connecting to its status, and its exit code. */
 #include "deploy/ctl/cluster.h"
 
+#include <string.h>
 #include <time.h>
 
 struct running {
@@ -44,12 +45,33 @@ static int code_of(const struct running *r, int status)
     }
 }
 
+/* What a failed handshake means to whoever typed the command; NULL = nothing of the kind. */
+static const char *hint_of(const struct running *r, const char *text)
+{
+    if (strstr(text, "Peer name")) {
+        return r->c->peer == CTL_NODE ? "--node-tls-name is the name in the nodes' certificates"
+                                      : "--tls-name is the name in the router's certificate";
+    }
+    if (strstr(text, "certificate verify failed")) {
+        return "its certificate is not of the CA of --ca, or has expired";
+    }
+    if (strstr(text, "wrong version number")) {
+        return "it speaks no TLS: call it without --ca";
+    }
+    return strstr(text, "Socket closed") ? "if it speaks TLS it wants --ca, and perhaps --cert and "
+                                           "--key"
+                                         : NULL;
+}
+
 static void on_closed(struct bt_rpc_client_call *call, int status, const char *text)
 {
     struct running *r = bt_rpc_client_user(call);
 
     if (status != BT_RPC_OK) {
         fprintf(stderr, "batonctl: %s: %s\n", bt_rpc_status_name(status), text);
+        if (status == BT_RPC_UNAVAILABLE && !r->reached && hint_of(r, text)) {
+            fprintf(stderr, "batonctl: %s\n", hint_of(r, text));
+        }
     }
     r->code = code_of(r, status);
     bt_loop_stop(bt_rpc_client_loop(call));
@@ -72,7 +94,8 @@ int ctl_run(const char *address, const struct ctl_call *c)
 {
     static const struct bt_rpc_client_events events = {.message = on_message, .closed = on_closed};
     struct running r = {.c = c, .address = address};
-    struct bt_rpc_channel_config cc = {.sec = ctl_access(), .on_state = on_state, .user = &r};
+    struct bt_rpc_channel_config cc = {
+        .sec = ctl_access(c->peer), .on_state = on_state, .user = &r};
     struct bt_rpc_client_args a = {.path = c->path,
                                    .response = c->response,
                                    .events = &events,

@@ -174,6 +174,13 @@ const struct ctl_option ctl_options[] = {
      .env = "BATONCTL_TLS_NAME",
      .calls = true,
      .help = "name that their certificates must have (default: the host of the address)"},
+    {.name = "node-tls-name",
+     .kind = CTL_K_TEXT,
+     .offset = AT(node_tls_name),
+     .value = "NAME",
+     .env = "BATONCTL_NODE_TLS_NAME",
+     .calls = true,
+     .help = "the same of nodes, which often share one (default: --tls-name)"},
     {.name = "limit",
      .kind = CTL_K_COUNT,
      .offset = AT(limit),
@@ -413,8 +420,10 @@ const struct ctl_command ctl_commands[] = {
      .max_words = 1,
      .options = "router timeout output",
      .summary = "says why a request went where it went, and what each stage took",
-     .details = "REQUEST is the router's id, as in logs and answers, or the client's own. Ended\n"
-                "requests are known as long as the router keeps them (explain.keep).\n",
+     .details =
+         "REQUEST is the id in an answer (gRPC: stream_id; HTTP: id), the router's, as in all\n"
+         "logs, or the client's own (HTTP: X-Request-Id). Ended requests are known as long as\n"
+         "the router keeps them (explain.keep).\n",
      .run = ctl_explain},
     {.name = "top",
      .words = "",

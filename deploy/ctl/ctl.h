@@ -40,7 +40,7 @@ struct ctl_args {
         *kind; /* where pools are */
     const char *binary, *image, *version;
     int64_t percent, replicas; /* percent: -1 = not given */
-    const char *token_file, *ca, *cert, *key, *tls_name;
+    const char *token_file, *ca, *cert, *key, *tls_name, *node_tls_name;
     bool chat, help, wait, dry_run;
     int64_t max_tokens;
     uint64_t timeout_ns;
@@ -105,14 +105,20 @@ bool ctl_takes(const struct ctl_command *c, const struct ctl_option *o, bool *re
 const char *ctl_default_of(const struct ctl_command *c, const struct ctl_option *o);
 /* Of one command, or of all of them where c is NULL. */
 void ctl_usage(FILE *to, const struct ctl_command *c);
+/* The short one behind the message of what was wrong, on stderr; CTL_USAGE. */
+int ctl_bad_usage(const struct ctl_command *c);
 /* CTL_OK; else the exit code, and stderr says why. --help is CTL_OK with ret->help set and nothing
  * else checked. ret->command is NULL where none was named (with --help or --version). */
 int ctl_read_args(int argc, char **argv, struct ctl_args *ret);
+
+/* Whom a call goes to: their certificates have different names. */
+enum ctl_peer { CTL_ROUTER, CTL_NODE, CTL_PEERS };
 
 /* One call with its messages; runs the loop until it is closed. Returns an exit code; a failed call
  * is told on stderr. */
 struct ctl_call {
     const char *path;
+    enum ctl_peer peer;
     const ProtobufCMessage *request;
     const ProtobufCMessageDescriptor *response;
     uint64_t deadline_ns; /* 0 = none */
@@ -124,7 +130,7 @@ int ctl_run(const char *address, const struct ctl_call *c);
 /* access.c: what is shown to whom we call, and who is believed. CTL_OK or an exit code, told on
  * stderr. The other one is NULL without any of it. */
 int ctl_access_open(const struct ctl_args *a);
-struct bt_sec *ctl_access(void);
+struct bt_sec *ctl_access(enum ctl_peer peer);
 void ctl_access_close(void);
 /* Warns on stderr if our token is about to travel to another machine in the clear. */
 void ctl_access_warn(const char *address);

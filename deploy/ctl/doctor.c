@@ -189,6 +189,7 @@ check_node_status(struct report *r, const struct ctl_args *a, const Baton__V1__N
 {
     Baton__V1__NodeStatusRequest m = BATON__V1__NODE_STATUS_REQUEST__INIT;
     struct ctl_ask ask = {.path = "/baton.v1.Node/GetStatus",
+                          .peer = CTL_NODE,
                           .request = &m.base,
                           .response = &baton__v1__node_status__descriptor,
                           .deadline_ns = bt_deadline_ns(a->timeout_ns)};
@@ -203,7 +204,10 @@ check_node_status(struct report *r, const struct ctl_args *a, const Baton__V1__N
     }
     if (code != CTL_OK) {
         find(r, FAIL, "node",
-             "is the process up, the address right (advertise), the port open from here?",
+             a->ca
+                 ? "is the process up, the address right (advertise), the port open from here, and "
+                   "does its TLS get what it wants (--node-tls-name, --cert, --key)?"
+                 : "is the process up, the address right (advertise), the port open from here?",
              "%s at %s cannot be reached", ctl_dash(n->name), n->address);
         return;
     }

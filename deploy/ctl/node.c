@@ -43,6 +43,7 @@ int ctl_node(const struct ctl_args *a)
 {
     Baton__V1__NodeStatusRequest m = BATON__V1__NODE_STATUS_REQUEST__INIT;
     struct ctl_call c = {.path = "/baton.v1.Node/GetStatus",
+                         .peer = CTL_NODE,
                          .request = &m.base,
                          .response = &baton__v1__node_status__descriptor,
                          .deadline_ns = bt_deadline_ns(a->timeout_ns),

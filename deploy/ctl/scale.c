@@ -12,8 +12,7 @@
 static int wrong(const struct ctl_args *a, const char *what, const char *arg)
 {
     fprintf(stderr, "batonctl: %s: %s\n", what, arg);
-    ctl_usage(stderr, a->command);
-    return CTL_USAGE;
+    return ctl_bad_usage(a->command);
 }
 
 /* "prefill=3" */

@@ -28,6 +28,7 @@ int ctl_ask(const char *address, const struct ctl_ask *a, ProtobufCMessage **ret
 {
     struct got g = {.type = a->response};
     struct ctl_call c = {.path = a->path,
+                         .peer = a->peer,
                          .request = a->request,
                          .response = a->response,
                          .deadline_ns = a->deadline_ns,

@@ -9,6 +9,7 @@
  * an exit code; failures are told on stderr. */
 struct ctl_ask {
     const char *path;
+    enum ctl_peer peer;
     const ProtobufCMessage *request;
     const ProtobufCMessageDescriptor *response;
     uint64_t deadline_ns;

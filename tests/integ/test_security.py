@@ -327,7 +327,35 @@ def test_batonctl(c, site):
         assert out.returncode == code and out.stderr, (code, args, out)
         assert "canary" not in out.stdout + out.stderr
     out = batonctl("node", "--node", node, "--timeout", "3s", *tls, *token)  # a node wants a certificate
-    assert out.returncode == 3, out.stderr
+    assert out.returncode == 3 and "--cert" in out.stderr, out.stderr
+    for what, args in (("--ca", token), ("CA of --ca", ["--ca", site.other.ca, *token]),
+                       ("--tls-name is", [*tls, *token, "--tls-name", "elsewhere"])):
+        out = batonctl("status", "--router", router, "--timeout", "3s", *args)
+        assert what in out.stderr, out.stderr
+    out = batonctl("node", "--node", node, "--timeout", "3s", *tls, *own, *token, "--node-tls-name", "elsewhere")
+    assert out.returncode == 3 and "--node-tls-name is" in out.stderr, out.stderr
+
+
+def test_batonctl_calls_router_and_nodes_by_their_own_names(cluster, tmp_path):
+    """A name that the nodes share is not the router's: doctor and flush call both."""
+    ca, tokens = Authority(tmp_path), Tokens(tmp_path)
+    front, shared = ca.issue("front", "IP:127.0.0.1"), ca.issue("shared", "DNS:baton-node")
+    c = cluster(prefill=0, role="both", node_args=[*tokens.node_args, f"--tls.cert_file={shared[0]}", f"--tls.key_file={shared[1]}"],
+                router_args=[*tokens.router_args, f"--tls.cert_file={front[0]}", f"--tls.key_file={front[1]}",
+                             f"--tls.node_ca_file={ca.ca}", "--tls.node_name=baton-node"],
+                access=Access(CLIENT, OPERATOR, credentials(ca.ca)))
+    to = ["--router", c.procs["router"].address, "--ca", ca.ca, "--token-file", tokens.operators]
+    out = batonctl("doctor", *to)
+    assert out.returncode == 1 and "cannot be reached" in out.stdout and "--node-tls-name" in out.stdout, out
+    for how in ({"BATONCTL_NODE_TLS_NAME": "baton-node"}, {}):
+        name = [] if how else ["--node-tls-name", "baton-node"]
+        out = batonctl("doctor", *to, *name, env=how)
+        assert out.returncode == 0 and "decode-0" in out.stdout, out
+        out = batonctl("cache", "flush", *to, *name, env=how)
+        assert out.returncode == 0, out
+    out = batonctl("node", "--node", c.procs["decode-0"].address, *to[2:], "--node-tls-name", "baton-node")
+    assert out.returncode == 0, out
+    c.access = Access(CLIENT, OPERATOR, credentials(ca.ca), name="baton-node")  # what looks at nodes at the end
 
 
 def test_our_client_takes_no_expired_certificate(site):
@@ -623,6 +651,8 @@ def test_SEC_01_what_runs_with_a_token_that_is_taken_away_ends(cluster, tmp_path
     n = s.tokens["gateway"]
     eventually(lambda: s.tokens["gateway"] > n or "gateway" in s.ended, 20, "others go on")
     assert "gateway" not in s.ended
+    lines = [json.loads(x) for x in (c.folder / "router.access").read_text().splitlines()]
+    assert len(lines) == 3 and {x["status"] for x in lines} == {"UNAUTHENTICATED"}, lines
     s.close()
     put(site.tokens.clients, f"{CLIENT} team-a\n".encode())  # for the end of the test
     c.procs["router"].signal(signal.SIGHUP)
