@@ -158,8 +158,7 @@ int ctl_canary(const struct ctl_args *a)
                           : set_share(a, a->router, a->version, a->percent, deadline);
     } else {
         fputs("batonctl: --binary or --image, or --version of nodes that are there\n", stderr);
-        ctl_usage(stderr, a->command);
-        return CTL_USAGE;
+        return ctl_bad_usage(a->command);
     }
     if (code == CTL_OK) {
         tell(a, "canary",
@@ -173,6 +172,25 @@ int ctl_canary(const struct ctl_args *a)
 }
 
 /* --- the end --------------------------------------------------------------------------------- */
+
+/* Until the router uses the role's nodes, new ones among them, and none of the canary's. On
+ * Kubernetes `over` has waited for the pods: an account for canaries need not see more. */
+static int settled(struct ctl_pools *p, const struct ctl_canary *c, uint64_t deadline)
+{
+    struct ctl_size size = {.from = -1, .to = -1};
+    json_t *there;
+    int code;
+
+    if (ctl_pools_is_kube(p->a)) {
+        return CTL_OK;
+    }
+    there = json_array();
+    snprintf(size.role, sizeof(size.role), "%s", c->role);
+    code = p->ops->members(p, &size, 1, there, deadline);
+    code = code != CTL_OK ? code : ctl_pools_known(p, there, c->names, deadline);
+    json_decref(there);
+    return code;
+}
 
 /* The share goes first, then the nodes. */
 static int end(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline)
@@ -193,6 +211,7 @@ static int end(struct ctl_pools *p, struct ctl_canary *c, uint64_t deadline)
         code = p->ops->end(p, c, deadline);
         code = code != CTL_OK ? code : p->ops->over(p, c, deadline);
         ctl_pools_uncordon(p, cordoned, bt_deadline_ns(CLEANUP_NS));
+        code = code == CTL_OK && p->a->wait ? settled(p, c, deadline) : code;
     }
     json_decref(cordoned);
     return code;

@@ -187,9 +187,10 @@ def test_canary_promote_and_rollback(supervised, tmp_path):
     load = Load(s, n=2, tokens=20)
     out = s.ctl("promote", "decode", "--wait")
     assert out.returncode == 0, out.stderr
+    # --wait: the router has taken note of all of it.
+    assert sorted((n.name, n.version) for n in s.client.server().nodes if n.role == "decode" and n.state == "ready") == \
+        [("decode-0", "2.0"), ("decode-1", "2.0")]
     load.end()
-    eventually(lambda: [(n.name, n.version) for n in s.client.server().nodes if n.role == "decode" and n.state == "ready"] ==
-               [("decode-0", "2.0"), ("decode-1", "2.0")], what="the new version everywhere")
     assert {os.readlink(f"/proc/{s.processes()[n]['pid']}/exe") for n in ("decode-0", "decode-1")} == {str(new)}
 
 
