@@ -311,7 +311,7 @@ static bool begin_ahead(struct kn_engine *e,
     const struct kn_step_plan *plan = NULL;
 
     *ret_rc = BT_OK;
-    if (kn_exec_may_follow(e->exec) && undisturbed(e)) {
+    if (!e->cfg.never_ahead && kn_exec_may_follow(e->exec) && undisturbed(e)) {
         uint64_t now = bt_now_ns();
 
         if (e->index) {
@@ -476,6 +476,7 @@ static int create_exec(struct kn_engine *e, struct bt_err *err)
                   .max_ctx = e->max_ctx,
                   .device = e->cfg.device,
                   .invariant = e->cfg.invariant,
+                  .random_seed = e->cfg.random_seed,
                   .home = kn_keep_home(e),
                   .page_tokens = e->cfg.page_tokens},
         .pool = e->pool,

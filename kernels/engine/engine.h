@@ -109,6 +109,8 @@ struct kn_engine_cfg {
     int key_bits;
     bool always_bring; /* blocks found outside the pool are brought, also where computing would be
                           cheaper; for measurements */
+    bool never_ahead;  /* device: no step is begun before the one before it has ended; likewise */
+    uint64_t random_seed; /* device: of made-up weights (struct kn_model_cfg); likewise */
     struct kv_key_root_args key;
     int max_batch_tokens; /* chunk budget of one step, e.g. 512 */
     int max_running;      /* sequences in one step */

@@ -171,6 +171,15 @@ static void on_fenced(struct bt_msg *msg, void *loop)
     drain(BT_CONTAINER_OF(msg, struct kn_serve, fenced_msg), "overtaken");
 }
 
+void kn_serve_lost(struct kn_serve *s)
+{
+    if (!s->lost) {
+        s->lost = true;
+        BT_ERROR("device_lost", "msg=\"nothing can run on it any more: this process ends\"");
+        drain(s, "lost its device");
+    }
+}
+
 /* [redis thread] Once. */
 static void tell_fenced(void *arg)
 {
@@ -498,7 +507,7 @@ static int serve(struct kn_serve *s, struct bt_err *err)
     }
     bt_node_on_stop(s->node, ask_stop, s);
     bt_loop_run(s->loop);
-    return BT_EXIT_OK;
+    return s->lost ? BT_EXIT_OTHER : BT_EXIT_OK;
 }
 
 /* The server first: its sessions use the engine. Every part may be missing. False: pages did not

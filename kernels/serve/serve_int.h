@@ -30,6 +30,8 @@ struct kn_serve {
     char name[64]; /* self.name as a C string of its own */
     uint64_t incarnation;
     enum kn_serve_state state;
+    bool lost; /* the device is: whoever starts this process again finds its memory with the keeper
+                */
 
     struct bt_model_file *file;
     uint8_t model_digest[32], kv_format[32];
@@ -188,5 +190,8 @@ void kn_output_reply_status(struct kn_serve *s, struct bt_rpc_call *call);
 
 /* run.c: a stream has ended or the load has changed otherwise. */
 void kn_serve_changed(struct kn_serve *s);
+/* A request ended because the device is lost: drains and ends the process, with an exit status that
+ * says so. */
+void kn_serve_lost(struct kn_serve *s);
 
 #endif

@@ -276,7 +276,7 @@ static int add_output(struct kn_session *ses, struct kn_stream *st, const struct
 void kn_session_step(struct kn_serve *s, struct kn_step *take_step)
 {
     struct bt_list touched, *it;
-    bool ended = false;
+    bool ended = false, lost = false;
 
     bt_list_init(&touched);
     for (size_t i = 0; i < take_step->n_outputs; i++) {
@@ -284,6 +284,7 @@ void kn_session_step(struct kn_serve *s, struct kn_step *take_step)
         struct kn_stream *st = bt_map_get(&s->streams, o->tag);
         struct kn_session *ses = st ? st->session : NULL;
 
+        lost = lost || o->rc == BT_E_DEVICE_LOST;
         if (st) {
             st->n_tokens += o->n_tokens;
             if (o->timed) {
@@ -322,6 +323,9 @@ void kn_session_step(struct kn_serve *s, struct kn_step *take_step)
     kn_step_free(take_step);
     if (ended) {
         kn_serve_changed(s);
+    }
+    if (lost) {
+        kn_serve_lost(s);
     }
 }
 

@@ -2,8 +2,10 @@
  *
  *   prefill N          one prompt of N tokens, in pieces of at most 8,192, until its first token
  *   decode B x C       a step of B sequences with C positions each; tokens are drawn on the device
- * and the host queues the next step while one runs requests N         N prompts of 1,024 and 128
- * answered tokens each, all at once: prompts first, eight a pass, then steps of all
+ *                      and the host queues the next step while one runs
+ *   requests N         N prompts of 1,024 and 128 answered tokens each, all at once: prompts first,
+ *                      eight a pass, then steps of all
+ *   requests N mixed P the same with P prompts a pass and the steps of those that are through
  *
  * Ceilings of the same run: bytes that must be read (weights, K and V) at the rate at which a
  * kernel reads memory, operations at the rate of the best large BF16 product. Floors add both by
@@ -363,40 +365,119 @@ static void run_prefill(struct bench *b, int len, double peer)
     report(b, name, probe_median(t, n), ops / b->mma, ops);
 }
 
-/* n prompts of 1,024, then 128 tokens each. */
-static void run_requests(struct bench *b, int n, double peer_tokens_per_s)
-{
-    enum { IN = 1024, OUT = 128, PER_PASS = MAX_CHUNK / IN };
-    int per_seq = BT_DIV_UP(IN + OUT, PAGE);
-    double ops = n * prefill_ops(b, IN), bytes = 0, s;
-    char name[64];
-    uint64_t start;
+/* How n prompts of 1,024 and 128 answered tokens each are made into passes. */
+enum { IN = 1024, OUT = 128 };
+struct flow {
+    int n, per_seq;
+    int per_pass;         /* prompts in a pass */
+    bool mixed;           /* steps of those that are through ride along with prompts */
+    int prompts;          /* whose prompts have been queued */
+    int n_out[MAX_SEQS];  /* tokens that each has, those under way included */
+    int was_at[MAX_SEQS]; /* its output of the pass before, -1 = none */
+};
 
-    snprintf(name, sizeof(name), "requests %d", n);
+static int fill_steps(struct bench *b, struct flow *f, struct kn_batch_seq *seqs, int32_t *ids)
+{
+    static const struct kn_device_draw greedy;
+    int n = 0;
+
+    for (int i = 0; i < f->prompts; i++) {
+        if (f->n_out[i] == OUT) {
+            f->was_at[i] = -1;
+            continue;
+        }
+        ids[n] = f->was_at[i] >= 0 ? -1 - f->was_at[i] : 100 + i;
+        seqs[n] = (struct kn_batch_seq){.n_tokens = 1,
+                                        .pos = IN + f->n_out[i]++ - 1,
+                                        .pages = b->pages + (size_t)i * (size_t)f->per_seq,
+                                        .want_logits = true,
+                                        .draw = &greedy};
+        f->was_at[i] = n++;
+    }
+    return n;
+}
+
+/* Queues the next pass; false = there is none. *ret_prompts: it has some. */
+static bool flow_pass(struct bench *b, struct flow *f, bool *ret_prompts)
+{
+    static const struct kn_device_draw greedy;
+    static struct kn_batch_seq seqs[MAX_SEQS];
+    static int32_t ids[MAX_CHUNK];
+    int last = BT_MIN(f->n, f->prompts + f->per_pass), n = 0, tokens;
+    struct kn_batch batch = {.ids = ids, .seqs = seqs, .kv = b->kv.base, .layout = &b->layout};
+    struct bt_err err = {0};
+
+    *ret_prompts = f->prompts < last;
+    if (f->mixed || !*ret_prompts) {
+        n = fill_steps(b, f, seqs, ids);
+    } else {
+        memset(f->was_at, -1, sizeof(f->was_at)); /* none of them is in the pass before */
+    }
+    tokens = n;
+    for (; f->prompts < last; f->prompts++) {
+        for (int t = 0; t < IN; t++) {
+            ids[tokens++] = (int32_t)((uint32_t)(f->prompts * 7919 + t) * 2654435761u %
+                                      (uint32_t)b->made.vocab);
+        }
+        f->n_out[f->prompts] = 1;
+        f->was_at[f->prompts] = n;
+        seqs[n++] =
+            (struct kn_batch_seq){.n_tokens = IN,
+                                  .pages = b->pages + (size_t)f->prompts * (size_t)f->per_seq,
+                                  .want_logits = true,
+                                  .draw = &greedy};
+    }
+    batch.n_seqs = n;
+    batch.n_tokens = tokens;
+    if (n > 0 && kn_model_submit(b->model, &batch, &err) < 0) {
+        die("pass", &err);
+    }
+    return n > 0;
+}
+
+/* Seconds; *ret_prompts_s: of them until the last pass with prompts was done. */
+static double run_flow(struct bench *b, struct flow *f, double *ret_prompts_s)
+{
+    uint64_t start = bt_now_ns(), prompts_end = start;
+    bool prompts, before = false, any;
+    int queued = 0;
+
+    do {
+        any = flow_pass(b, f, &prompts);
+        queued += any;
+        if (queued == 2 || (!any && queued > 0)) {
+            wait_step(b);
+            queued--;
+            prompts_end = before ? bt_now_ns() : prompts_end;
+        }
+        before = any && prompts;
+    } while (queued > 0);
+    *ret_prompts_s = (double)(prompts_end - start) / 1e9;
+    return (double)(bt_now_ns() - start) / 1e9;
+}
+
+static void run_requests(struct bench *b, int n, int per_pass, bool mixed, double peer_tokens_per_s)
+{
+    double ops = n * prefill_ops(b, IN), bytes = 0, s, prompts_s;
+    struct flow f = {
+        .n = n, .per_seq = BT_DIV_UP(IN + OUT, PAGE), .per_pass = per_pass, .mixed = mixed};
+    char name[64];
+
+    snprintf(name, sizeof(name), mixed ? "requests %d mixed %d" : "requests %d", n, per_pass);
     if (!wanted(b, name)) {
         return;
     }
     for (int i = 1; i < OUT; i++) {
         bytes += decode_bytes(b, n, IN + i);
     }
-    start = bt_now_ns();
-    for (int q = 0; q < n; q += PER_PASS) {
-        prefill_pass(b, q, BT_MIN(PER_PASS, n - q), IN, per_seq, 0);
-        if (q > 0) {
-            wait_step(b);
-        }
-    }
-    for (int i = 1; i < OUT; i++) {
-        submit_step(b, n, per_seq, IN + i - 1, i == 1);
-        wait_step(b);
-    }
-    wait_step(b);
-    s = (double)(bt_now_ns() - start) / 1e9;
+    s = run_flow(b, &f, &prompts_s);
     peer_ms = n * OUT / peer_tokens_per_s * 1e3;
     report(b, name, s, ops / b->mma + bytes / b->read_rate, bytes);
     if (!b->json) {
-        printf("%-20s %9.1f output tokens/s (vLLM, recorded: %.0f)\n", "", n * OUT / s,
-               peer_tokens_per_s);
+        printf("%-20s %9.1f output tokens/s (vLLM, recorded: %.0f); passes with prompts %.1f ms "
+               "(floor %.1f), the others %.1f (%.1f)\n",
+               "", n * OUT / s, peer_tokens_per_s, prompts_s * 1e3, ops / b->mma * 1e3,
+               (s - prompts_s) * 1e3, bytes / b->read_rate * 1e3);
     }
 }
 
@@ -457,8 +538,12 @@ int main(int argc, char **argv)
     run_prefill(&b, 1024, 28.0);
     run_prefill(&b, 8192, 215.5);
     run_prefill(&b, 32768, 1197);
-    run_requests(&b, 64, 3312);
-    run_requests(&b, 256, 3944);
+    run_requests(&b, 64, MAX_CHUNK / IN, false, 3312);
+    run_requests(&b, 64, 7, true, 3312);
+    run_requests(&b, 64, 2, true, 3312);
+    run_requests(&b, 256, MAX_CHUNK / IN, false, 3944);
+    run_requests(&b, 256, 7, true, 3944);
+    run_requests(&b, 256, 2, true, 3944);
     kn_model_destroy(b.model);
     kn_cuda_mem.free(&b.kv);
     bt_model_close(b.file);

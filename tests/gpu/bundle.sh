@@ -11,7 +11,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 build=$(cd "$1" && pwd)
 out=$2
 shift 2
-checks=(tests/gpu/gpu_ops_check tests/gpu/gpu_attn_check tests/test_engine tests/test_engine-prefix
+checks=(tests/gpu/gpu_ops_check tests/gpu/gpu_attn_check tests/gpu/gpu_survive_check baton-keeper tests/test_engine tests/test_engine-prefix
     tests/test_engine-split tests/test_engine-tiers)
 
 mkdir -p "$out/bin" "$out/lib" "$out/data"

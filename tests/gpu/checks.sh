@@ -2,7 +2,7 @@
 # The tests of the CUDA back end, from a folder made by bundle.sh, on a machine with a card: kernels,
 # the same under compute-sanitizer where it is installed, then engines on the card.
 #
-#   checks.sh [PART]...      PART: ops, attn, memcheck, racecheck, engine; all without any
+#   checks.sh [PART]...      PART: ops, attn, memcheck, racecheck, engine, survive; all without any
 #
 # One line for each check; exit status 0 if all passed. Output of each is in ${OUT:-.}/NAME.log.
 set -uo pipefail
@@ -11,7 +11,7 @@ out=${OUT:-$here}
 export LD_LIBRARY_PATH=$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export BATON_TEST_DEVICE=cuda BATON_TEST_MODULE=$here/bin/baton-cuda.so BATON_TEST_DATA=$here/data
 parts=("$@")
-[ $# -gt 0 ] || parts=(ops attn engine memcheck racecheck)
+[ $# -gt 0 ] || parts=(ops attn engine survive memcheck racecheck)
 passed=0 failed=0
 
 # check NAME COMMAND...
@@ -56,6 +56,7 @@ for part in "${parts[@]}"; do
             check "$t" "$here/bin/test_$t"
         done
         ;;
+    survive) check survive "$here/bin/gpu_survive_check" "$here/bin/baton-keeper" ;;
     *) echo "checks.sh: no part is called $part" >&2; exit 2 ;;
     esac
 done
