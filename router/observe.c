@@ -92,6 +92,8 @@ void rt_observe_launched(struct rt_request *req)
     if (!t->t.first) {
         t->t.launched = bt_now_ns();
         t->prompt.known = false;
+        req->cached_tokens = 0;
+        memset(req->cached_tier_tokens, 0, sizeof(req->cached_tier_tokens));
     }
 }
 
@@ -257,7 +259,9 @@ void rt_observe_refresh(struct rt_request *req)
     snprintf(t->decoder, sizeof(t->decoder), "%s", req->decode_name);
     snprintf(t->store, sizeof(t->store), "%s",
              req->path_taken == RT_PATH_STORE ? req->store.name : "");
-    fill_stages(t, bt_now_ns());
+    if (!t->t.first) { /* else they are filled: later attempts have times of their own */
+        fill_stages(t, bt_now_ns());
+    }
 }
 
 static void count_end(struct rt_router *r, const struct rt_trace *t)

@@ -403,7 +403,8 @@ void rt_request_output(struct rt_leg *leg, const Baton__V1__StreamOutput *m, boo
     if (last) {
         forget_leg(req, leg);
     }
-    if (m->cached_tokens > 0 && leg->kind != RT_LEG_DECODE) {
+    /* Later attempts find what the first one has computed: that is no hit of this prompt. */
+    if (m->cached_tokens > 0 && leg->kind != RT_LEG_DECODE && req->answer.ids.n == 0) {
         take_cached(req, m);
     }
     if (m->times) {

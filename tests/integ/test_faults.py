@@ -1,6 +1,8 @@
 """Faults with real processes: bounded answers, clear errors, pages back, other streams unharmed."""
+import json
 import os
 import random
+import re
 import signal
 import socket
 import threading
@@ -10,6 +12,7 @@ import grpc
 import pytest
 
 from cluster import SLOW, eventually
+from test_http import Http
 from wire import AUTO, DIRECT, LENGTH, LOCAL, Answer, request
 
 LONG = [random.Random(1).randrange(3, 512) for _ in range(3000)]
@@ -102,6 +105,24 @@ def test_node_fails_during_a_transfer(cluster, expected, victim, percent, sig):
         c.procs[victim].signal(signal.SIGCONT)
         eventually(lambda: c.state_of(victim) == "ready", 20, "back after SIGCONT")
     c.pages_back()
+
+
+def test_MET_03_a_lost_node_changes_no_figure_of_what_was_before(cluster):
+    """A second attempt finds the prompt that the first one has computed, and has times of its own: neither is
+    told as the first one's."""
+    c = cluster(model="slow", prefill=1, decode=2, pool="128M", router_args=["--http.listen=127.0.0.1:0"])
+    c.allow("from=ready to=lost", "level=warn.*(peer|handoff|session|xfer|net)")
+    got = Background(c, LONG[:300], max_tokens=200, ignore_eos=True, path=DIRECT)
+    eventually(lambda: got.tokens > 3, 20, "tokens")
+    c.procs[next(n.name for n in c.client.server().nodes if n.role == "decode" and n.legs)].kill()
+    answer = got.result(40)
+    assert answer.timing.retries == 1 and answer.usage.cached_tokens == 0
+    line = eventually(lambda: [json.loads(x) for x in (c.folder / "router.access").read_text().splitlines()], 10, "line")[0]
+    assert line["cached"] == 0 and sum(line["found"].values()) == 0 and line["retries"] == 1
+    told = {s: float(v) * 1e3 for s, v in re.findall(r'baton_router_stage_seconds_sum{stage="(\w+)"} (\S+)',
+                                                    Http(c).call("GET", "/metrics")[1].decode())}
+    for stage, ms in {**line["first_ms"], **line["second_ms"]}.items():
+        assert told[stage] == pytest.approx(ms, abs=0.002), (stage, told, line)
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
