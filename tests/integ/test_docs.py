@@ -131,6 +131,21 @@ def test_commands_and_options_exist(page):
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.parametrize("section, word, folders", [
+    ("A model", r"(?i)arch_qwen3|\bqwen3\b", ("common/file", "kernels", "tests/tools")),
+    ("An op", r"(?i)\w+_gather\b|gather,", ("kernels/core", "kernels/cpu/ref", "kernels/ops.def", "tests/ops")),
+    ("A routing policy", r"(?i)route_longest_prefix|longest_prefix", ("router",))])
+def test_extending_names_every_place(section, word, folders):
+    """What the newest of its kind stands in, the page sends the next one to."""
+    page = (ROOT / "deploy/docs/extending.md").read_text().split(f"## {section}\n")[1].split("\n## ")[0]
+    files = [p for f in folders for p in ([ROOT / f] if (ROOT / f).is_file() else sorted((ROOT / f).rglob("*")))
+             if p.is_file() and p.suffix in (".c", ".h", ".def", ".py", ".build") and "cuda" not in p.parts]
+    missing = [str(p.relative_to(ROOT)) for p in files if re.search(word, re.sub(r"/\*.*?\*/", "", p.read_text(), flags=re.S))
+               and not any(f"`{q.relative_to(ROOT)}{end}`" in page for q in (p, *p.parents) if ROOT in q.parents
+                           for end in ("", "/"))]
+    assert files and not missing, missing
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
