@@ -1,7 +1,9 @@
 /* batonctl generate: streams an answer to standard output. */
+#include "common/thr/time.h"
 #include "deploy/ctl/ctl.h"
 
 #include <stdio.h>
+#include <unistd.h>
 
 static void on_message(void *user, const ProtobufCMessage *msg)
 {
@@ -11,7 +13,10 @@ static void on_message(void *user, const ProtobufCMessage *msg)
     if (m->finish != BATON__V1__FINISH_REASON__FINISH_NONE) {
         fputc('\n', stdout);
     }
-    fflush(stdout);
+    if (fflush(stdout) != 0) { /* nobody reads: with the process the request ends, too */
+        fputs("batonctl: cannot write to standard output\n", stderr);
+        _exit(CTL_FAILED);
+    }
 }
 
 int ctl_generate(const struct ctl_args *a)
@@ -23,6 +28,7 @@ int ctl_generate(const struct ctl_args *a)
     struct ctl_call c = {.path = "/baton.v1.Baton/Generate",
                          .request = &m.base,
                          .response = &baton__v1__generate_response__descriptor,
+                         .deadline_ns = bt_deadline_ns(a->timeout_ns),
                          .message = on_message};
 
     if (a->chat) {

@@ -1,6 +1,9 @@
 """batonctl against a real cluster and against none."""
+import json
+import signal
 import subprocess
 
+from cluster import eventually
 from wire import BUILD
 
 
@@ -58,6 +61,22 @@ def test_usage():
                  ["status", "--router", "unix:b"], ["node", "--node="], ["status", "--timeout=soon"], ["status", "--router", "a:1", "--router", "b:1"]):
         out = ctl(*args)
         assert out.returncode == 2 and "usage" in out.stderr and out.stdout == "", args
+
+
+def test_CLI_01_an_answer_that_takes_too_long_or_that_nobody_reads(cluster):
+    c = cluster(model="slow", prefill=0, role="both", pool="128M")
+    c.allow("from=ready to=lost")
+    ask = ["generate", "--router", c.procs["router"].address, "--prompt", "x", "--max-tokens", "400"]
+    with open("/dev/full", "w") as full:
+        p = subprocess.run([BUILD / "batonctl", *ask], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert p.returncode == 1 and "write" in p.stderr
+    c.procs["decode-0"].signal(signal.SIGSTOP)
+    out = ctl(*ask, "--timeout", "500ms")
+    c.procs["decode-0"].signal(signal.SIGCONT)
+    assert out.returncode == 4 and "DEADLINE_EXCEEDED" in out.stderr
+    # Neither goes on to be computed.
+    lines = eventually(lambda: (x := (c.folder / "router.access").read_text().splitlines()) and len(x) == 2 and x, 10, "lines")
+    assert all(json.loads(x)["status"] != "OK" for x in lines), lines
 
 
 def test_CLI_01_what_cannot_be_written_is_no_success(cluster):
