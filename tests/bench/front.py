@@ -79,9 +79,9 @@ class Bench:
         cores = sorted(os.sched_getaffinity(0))
         self.own, self.others = {cores[0]}, set(cores[1:]) or {cores[0]}
 
-    def start(self, step_us, burst=1, block_tokens=0):
+    def start(self, step_us, burst=1, block_tokens=0, more=()):
         o = self.o
-        args = ["--http.listen=127.0.0.1:0", *o.router]
+        args = ["--http.listen=127.0.0.1:0", *o.router, *more]
         # The simulated node needs the digest that the router has: a router without nodes tells it.
         first = Cluster(o.model, prefill=0, decode=0, redis=False, router_args=args, wait=False)
         digest = first.client.model().digest
@@ -175,31 +175,34 @@ class Bench:
             text += f"  (at most {target})"
         print(json.dumps(line) if self.o.json else text, flush=True)
 
-    def restart(self, step_us, burst, block_tokens=0):
+    def restart(self, *how, **more):
         self.stop()
-        self.start(step_us, burst, block_tokens)
+        self.start(self.o.step_us, *how, **more)
 
     def request_cost(self):
-        """With enough streams that the loop need not look for the next request, which would count as well."""
         r = self.load("grpc", streams=16, seconds=self.o.seconds / 2, tokens=1, prompt=PROMPT)
         return 1e6 * r["router_cpu_s"] / r["requests"]
 
     def router(self):
         """Processor time of a request of 4,000 ids (to a node without a prefix cache; by turns to one that
-        has one, for which prompts are hashed and looked up), of a message to a client, of a token of a node: a
+        has one, for which prompts are hashed and looked up; and what the loop spends on looking for the next
+        event before it sleeps, in time that nobody else wants), of a message to a client, of a token of a node: a
         stream's tokens come one and eight a step, so a token's cost is message + token, or message / 8 +
         token. Time of a request: by how much later its first token comes than from the node itself; of a
         token: from the node until the client has it, with 64 in each step's message."""
         o = self.o
         self.router_line("rss_mb", self.idle_mb, "MB", 60)
-        plain, hashed = [], []
+        plain, hashed, looking = [], [], []
         for _ in range(2):
+            looking.append(self.request_cost())
+            self.restart(more=["--loop.spin_us=0"])
             plain.append(self.request_cost())
-            self.restart(o.step_us, 1, BLOCK_TOKENS)
+            self.restart(block_tokens=BLOCK_TOKENS, more=["--loop.spin_us=0"])
             hashed.append(self.request_cost())
-            self.restart(o.step_us, 1)
-        plain, hashed = map(statistics.mean, (plain, hashed))
+            self.restart()
+        plain, hashed, looking = map(statistics.mean, (plain, hashed, looking))
         self.router_line("cpu_us_per_request", plain, "us", 50)
+        self.router_line("cpu_us_of_looking", looking - plain, "us")
         self.router_line("cpu_us_per_request_hashed", hashed, "us")
         self.router_line("cpu_us_of_hashing", hashed - plain, "us")
         first = {"grpc": [], "node": []}
@@ -210,7 +213,7 @@ class Bench:
         self.router_line("time_us_per_request", routed - direct, "us")
         cost, relay = {1: [], 8: []}, []
         for burst in (1, 8, 1, 8, 1, 8):
-            self.restart(o.step_us, burst)
+            self.restart(burst)
             r = self.load("grpc", streams=64, seconds=o.seconds / 2, tokens=401)
             cost[burst].append(1e6 * r["router_cpu_s"] / r["tokens"])
             relay += [r["relay_p50_us"]] if burst == 1 else []
