@@ -8,6 +8,11 @@
 
 #include <string.h>
 
+/* What of K and V the blocks of prefill work on at once: enough for their shares, and so little
+ * that it stays in the second-level cache (NOTES.md, "attn", has others). */
+#define CACHED_BYTES (int64_t)8000000
+#define LONG_CTX     4096 /* shorter sequences are left as they are */
+
 /* Records are few by construction; the cap bounds the workspace where contexts are very long. */
 #define MAX_SLOTS_DECODE 20480
 
@@ -285,34 +290,93 @@ static void sink(struct heap *h)
     }
 }
 
-/* Adds all items of a call, tasks longer than `longest` units cut. Items are not in order yet. */
-static void add_items(struct writer *w, const struct call *c, int longest)
+/* KV heads [head, end) of a sequence, whose items are worked on about the same time. */
+struct section {
+    int number;
+    int seq, head, end;
+};
+
+/* Adds the items of a section, tasks longer than `longest` units cut. Not in order yet. */
+static void add_items(struct writer *w, const struct call *c, const struct section *s, int longest)
 {
-    for (int q = 0; q < c->n_seqs; q++) {
-        int n_rows = rows_of(c, q) * c->group;
+    int n_rows = c->ctx_len[s->seq] > 0 ? rows_of(c, s->seq) * c->group : 0;
 
-        for (int row0 = 0; row0 < n_rows && c->ctx_len[q] > 0; row0 += c->block_rows) {
-            int n_units = units_of(c, q, row0), pieces = ceil_div(n_units, longest);
+    for (int row0 = 0; row0 < n_rows; row0 += c->block_rows) {
+        int n_units = units_of(c, s->seq, row0), pieces = ceil_div(n_units, longest);
 
-            for (int h = 0; h < c->n_kv_heads; h++) {
-                struct kn_attn_item it = {.seq = q, .kv_head = h, .row0 = row0, .slot = -1};
-                int n = w->n_slots + most_records(w, n_units, pieces) > w->max_slots ? 1 : pieces;
+        for (int h = s->head; h < s->end; h++) {
+            struct kn_attn_item it = {
+                .seq = s->seq, .kv_head = h, .row0 = row0, .slot = -1, .section = s->number};
+            int n = w->n_slots + most_records(w, n_units, pieces) > w->max_slots ? 1 : pieces;
 
-                /* Pieces of equal length in whole groups, so longest is a multiple of a group. */
-                if (n > 1) {
-                    it.task = w->n_tasks++;
-                    it.slot = w->n_slots;
-                }
-                while (it.unit0 < n_units) {
-                    it.unit1 = n > 1 ? min_int(it.unit0 + longest, n_units) : n_units;
-                    w->items[w->n_items++] = it;
-                    if (n > 1) {
-                        it.slot += records_of(w, it.unit0, it.unit1);
-                        w->n_slots = it.slot;
-                    }
-                    it.unit0 = it.unit1;
-                }
+            /* Pieces of equal length in whole groups, so longest is a multiple of a group. */
+            if (n > 1) {
+                it.task = w->n_tasks++;
+                it.slot = w->n_slots;
             }
+            while (it.unit0 < n_units) {
+                it.unit1 = n > 1 ? min_int(it.unit0 + longest, n_units) : n_units;
+                w->items[w->n_items++] = it;
+                if (n > 1) {
+                    it.slot += records_of(w, it.unit0, it.unit1);
+                    w->n_slots = it.slot;
+                }
+                it.unit0 = it.unit1;
+            }
+        }
+    }
+}
+
+/* Heads of a long sequence whose K and V the second-level cache holds at once: blocks drift apart,
+ * and what they read again should not come from memory again. */
+static int heads_at_once(const struct kn_cuda_attn_shape *s, int ctx)
+{
+    int64_t n = CACHED_BYTES / ((int64_t)ctx * s->head_dim * 4);
+
+    return n < 1 ? 1 : n < s->n_kv_heads ? (int)n : s->n_kv_heads;
+}
+
+/* The long sequence that comes after `q`, by falling length; q -1 = the first. -1 = none. */
+static int next_long(const struct call *c, int q)
+{
+    int best = -1;
+
+    for (int i = 0; i < c->n_seqs; i++) {
+        bool after =
+            q < 0 || c->ctx_len[i] < c->ctx_len[q] || (c->ctx_len[i] == c->ctx_len[q] && i > q);
+
+        if (c->ctx_len[i] >= LONG_CTX && after && (best < 0 || c->ctx_len[i] > c->ctx_len[best])) {
+            best = i;
+        }
+    }
+    return best;
+}
+
+/* All items of a call: long sequences a few heads after the other, then all others, which even out
+ * what each block has to do. */
+static void add_sections(struct writer *w,
+                         const struct kn_cuda_attn_shape *s,
+                         const struct call *c,
+                         int longest)
+{
+    struct section at = {.number = 0};
+
+    for (int q = next_long(c, -1); q >= 0; q = next_long(c, q)) {
+        int n = heads_at_once(s, c->ctx_len[q]);
+
+        for (int h = 0; h < s->n_kv_heads; h += n, at.number++) {
+            at.seq = q;
+            at.head = h;
+            at.end = min_int(h + n, s->n_kv_heads);
+            add_items(w, c, &at, longest);
+        }
+    }
+    for (int q = 0; q < c->n_seqs; q++) {
+        if (c->ctx_len[q] < LONG_CTX) {
+            at.seq = q;
+            at.head = 0;
+            at.end = s->n_kv_heads;
+            add_items(w, c, &at, longest);
         }
     }
 }
@@ -325,23 +389,35 @@ static int cost_of(const struct kn_attn_item *it)
 
 #define MAX_BUCKETS 2048
 
-/* Sorts by length, longest first, stable; `tmp` has room for all. */
-static void sort_items(struct writer *w, struct kn_attn_item *tmp)
+/* Sorts [from, to) by length, longest first, stable, into the same places of `ret`. */
+static void sort_run(const struct kn_attn_item *items, int from, int to, struct kn_attn_item *ret)
 {
     int32_t count[MAX_BUCKETS + 1] = {0};
 
-    for (int i = 0; i < w->n_items; i++) {
-        int n = min_int(w->items[i].unit1 - w->items[i].unit0, MAX_BUCKETS - 1);
+    for (int i = from; i < to; i++) {
+        int n = min_int(items[i].unit1 - items[i].unit0, MAX_BUCKETS - 1);
 
         count[MAX_BUCKETS - n]++;
     }
     for (int b = 1; b <= MAX_BUCKETS; b++) {
         count[b] += count[b - 1];
     }
-    for (int i = 0; i < w->n_items; i++) {
-        int n = min_int(w->items[i].unit1 - w->items[i].unit0, MAX_BUCKETS - 1);
+    for (int i = from; i < to; i++) {
+        int n = min_int(items[i].unit1 - items[i].unit0, MAX_BUCKETS - 1);
 
-        tmp[count[MAX_BUCKETS - n - 1]++] = w->items[i];
+        ret[from + count[MAX_BUCKETS - n - 1]++] = items[i];
+    }
+}
+
+/* Section after section; `tmp` has room for all. */
+static void sort_items(const struct writer *w, struct kn_attn_item *tmp)
+{
+    for (int from = 0, to; from < w->n_items; from = to) {
+        to = from + 1;
+        while (to < w->n_items && w->items[to].section == w->items[from].section) {
+            to++;
+        }
+        sort_run(w->items, from, to, tmp);
     }
 }
 
@@ -404,7 +480,7 @@ size_t kn_cuda_attn_plan_prefill(const struct kn_cuda_attn_shape *s,
     int64_t share = (total + cut.n_blocks - 1) / cut.n_blocks;
     int longest = ceil_div(min_int((int)share, 1 << 20), KN_ATTN_GROUP) * KN_ATTN_GROUP;
 
-    add_items(&w, &call, longest > 0 ? longest : KN_ATTN_GROUP);
+    add_sections(&w, s, &call, longest > 0 ? longest : KN_ATTN_GROUP);
 
     struct kn_attn_item *tmp = after(w.items, (size_t)w.n_items * sizeof(*w.items));
 

@@ -37,7 +37,7 @@ struct kn_attn_item {
     int32_t unit0, unit1; /* [unit0, unit1) */
     int32_t slot;         /* first of its records; -1 = the whole task, no records */
     int32_t task;         /* index of the split task, if slot >= 0 */
-    int32_t pad;
+    int32_t section;      /* prefill: those of a section come one after the other */
 };
 
 /* A task in several items. */

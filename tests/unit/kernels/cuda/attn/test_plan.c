@@ -208,9 +208,9 @@ static void test_prefill_covers_every_unit_once(void **state)
 {
     static const struct {
         int n, rows, ctx;
-    } calls[] = {{1, 1, 1},        {1, 64, 8192},  {1, 1024, 1024},
-                 {8, 1024, 1024},  {1, 512, 8704}, {3, 17, 131072},
-                 {1, 8192, 32768}, {40, 1, 777},   {2, 0, 0}};
+    } calls[] = {{1, 1, 1},      {1, 64, 8192},   {1, 1024, 1024},  {8, 1024, 1024},
+                 {1, 512, 8704}, {3, 17, 131072}, {1, 8192, 32768}, {40, 1, 777},
+                 {2, 0, 0},      {5, 700, 9000},  {2, 4096, 4096}};
 
     for (size_t i = 0; i < sizeof(calls) / sizeof(calls[0]); i++) {
         for (int invariant = 0; invariant < 2; invariant++) {
@@ -224,6 +224,39 @@ static void test_prefill_covers_every_unit_once(void **state)
     }
 }
 
+/* Long sequences are worked on a few heads at a time, by all blocks: each has items of every
+ * section, one section after the other, and shares stay even. */
+static void test_prefill_sections(void **state)
+{
+    struct check c = {.shape = shape_of(32, 8, 128, false)};
+    const struct kn_attn_plan *p;
+    const struct kn_attn_item *items;
+    const int32_t *first;
+    int least = 1 << 30, most = 0;
+
+    fill(&c, 1, 32768, 32768);
+    make(&c, 1, 32768, 131072);
+    check_plan(&c);
+    p = (const struct kn_attn_plan *)c.plan;
+    first = (const int32_t *)(p + 1);
+    items = (const struct kn_attn_item *)(c.plan + p->off_items);
+    for (int b = 0; b < p->n_blocks; b++) {
+        int n = 0, section = 0;
+
+        for (int i = first[b]; i < first[b + 1]; i++) {
+            assert_in_range(items[i].section, section, section + 1);
+            section = items[i].section;
+            assert_int_equal(items[i].kv_head, section); /* 16 MB a head: one at a time */
+            n += items[i].unit1 - items[i].unit0;
+        }
+        assert_int_equal(section, 7);
+        least = n < least ? n : least;
+        most = n > most ? n : most;
+    }
+    assert_true(most - least <= most / 50);
+    free(c.plan);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -231,6 +264,7 @@ int main(void)
         cmocka_unit_test(test_decode_of_wide_groups),
         cmocka_unit_test(test_decode_shares_are_even),
         cmocka_unit_test(test_prefill_covers_every_unit_once),
+        cmocka_unit_test(test_prefill_sections),
     };
 
     return cmocka_run_group_tests(tests, NULL, NULL);
