@@ -138,7 +138,19 @@ static int candidates(struct kn_gemm *g, const struct plan *p, cublasLtMatmulHeu
     return kept;
 }
 
-/* The plan of a shape, made on first use; when the table is full the oldest goes. */
+/* Makes room for one: the oldest that was not measured goes. */
+static void forget_one(struct kn_gemm *g)
+{
+    int i = 0;
+
+    while (i < g->n_plans - 1 && g->plans[i].tuned) {
+        i++;
+    }
+    drop(&g->plans[i]);
+    memmove(&g->plans[i], &g->plans[i + 1], (size_t)(--g->n_plans - i) * sizeof(g->plans[0]));
+}
+
+/* The plan of a shape, made on first use. */
 static struct plan *plan_of(struct kn_gemm *g, const struct kn_gemm_args *a)
 {
     cublasLtMatmulHeuristicResult_t tries[CANDIDATES];
@@ -157,9 +169,7 @@ static struct plan *plan_of(struct kn_gemm *g, const struct kn_gemm_args *a)
     }
     p.algo = tries[0].algo;
     if (g->n_plans == MAX_PLANS) {
-        drop(&g->plans[0]);
-        memmove(&g->plans[0], &g->plans[1], (MAX_PLANS - 1) * sizeof(p));
-        g->n_plans--;
+        forget_one(g);
     }
     g->plans[g->n_plans] = p;
     return &g->plans[g->n_plans++];
