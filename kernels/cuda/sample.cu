@@ -424,11 +424,22 @@ __global__ void __launch_bounds__(THREADS) sample_kernel(kn_cuda_sample_args a)
 
 #include "kernels/cuda/sample_wide.cuh"
 
+// From so many rows on greedy ones are left to a block each: a cluster reads one sooner, blocks read
+// many faster.
+constexpr int MANY_ROWS = 17;
+
 int kn_cuda_sample(const struct kn_cuda_sample_args *a, kn_cuda_stream s)
 {
-    if (a->n_vocab <= CLUSTER * THREADS * 32)
-        return a->n <= 16 ? launch_wide<32, 1>(*a, s) : launch_wide<32, 2>(*a, s);
-    if (a->n_vocab <= CLUSTER * THREADS * 40)
-        return launch_wide<40, 1>(*a, s);
-    return launch(sample_kernel, dim3(a->n), THREADS, 0, 1, s, *a);
+    bool many = a->n >= MANY_ROWS;
+    int rc = 0;
+
+    if (a->n_vocab > CLUSTER * THREADS * 40)
+        return launch(sample_kernel, dim3(a->n), THREADS, 0, 1, s, *a);
+    if (many)
+        rc = launch(greedy_kernel, dim3(a->n), 1024, 0, 1, s, *a);
+    if (rc != 0)
+        return rc;
+    if (a->n_vocab > CLUSTER * THREADS * 32)
+        return launch_wide<40, 1>(*a, many, s);
+    return many ? launch_wide<32, 2>(*a, true, s) : launch_wide<32, 1>(*a, false, s);
 }

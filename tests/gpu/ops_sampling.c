@@ -14,7 +14,7 @@ static void make_logits(float *x, int n, int kind)
     for (int i = 0; i < n; i++) {
         float r = rnd_float();
 
-        switch (kind % 5) {
+        switch (kind % 7) {
         case 0: /* like a model's */
             x[i] = r * 3 + (rnd() % 100 == 0 ? 8 : 0);
             break;
@@ -26,6 +26,12 @@ static void make_logits(float *x, int n, int kind)
             break;
         case 3: /* broken ones among them */
             x[i] = rnd() % 50 == 0 ? NAN : rnd() % 50 == 0 ? -INFINITY : r * 5;
+            break;
+        case 4: /* flat, with a few far from the rest: too many for one bucket */
+            x[i] = r * 0.03f + (rnd() % 200 == 0 ? rnd_float() : 0);
+            break;
+        case 5: /* flatter than the steps of a float allow */
+            x[i] = 30 + r * 1e-4f + (i == n / 2 ? 3 : 0);
             break;
         default:
             x[i] = r * 20;
@@ -72,18 +78,25 @@ static void check_round(int n_vocab, struct kn_sampler *s, int round)
     struct wire_sampling p[ROWS];
     struct kn_cuda_draw d[ROWS];
     int32_t got[ROWS], *answer = calloc(1000, sizeof(*answer)), *out;
-    struct kn_cuda_sample_args a = {.stride = stride, .n = ROWS, .n_vocab = n_vocab};
+    void *dev_logits, *dev_draws;
+    struct kn_cuda_sample_args a = {.stride = stride, .n_vocab = n_vocab};
+    int n = round % 2 ? 16 : ROWS; /* few rows and many go different ways */
 
     for (int r = 0; r < ROWS; r++) {
         make_logits(logits + (size_t)r * stride, n_vocab, r + round);
         make_params(&p[r], &d[r], r);
     }
     d[7].skip = 1;
-    a.logits = to_device(logits, ROWS * stride * sizeof(float));
-    a.draws = to_device(d, sizeof(d));
+    a.logits = dev_logits = to_device(logits, ROWS * stride * sizeof(float));
+    a.draws = dev_draws = to_device(d, sizeof(d));
     out = to_device(got, sizeof(got));
-    a.out = out;
-    must(kn_cuda_sample(&a, NULL), "sample");
+    for (int r = 0; r < ROWS; r += n) {
+        a.n = n;
+        a.out = out + r;
+        must(kn_cuda_sample(&a, NULL), "sample");
+        a.logits += (size_t)n * stride;
+        a.draws += n;
+    }
     must((int)cudaDeviceSynchronize(), "sample");
     must((int)cudaMemcpy(got, out, sizeof(got), cudaMemcpyDeviceToHost), "copy");
     for (int r = 0; r < ROWS; r++) {
@@ -102,8 +115,8 @@ static void check_round(int n_vocab, struct kn_sampler *s, int round)
               r, (double)p[r].temperature, p[r].top_k, (double)p[r].top_p, (double)p[r].min_p,
               got[r], want.id);
     }
-    cudaFree((void *)(uintptr_t)a.logits);
-    cudaFree((void *)(uintptr_t)a.draws);
+    cudaFree(dev_logits);
+    cudaFree(dev_draws);
     cudaFree(out);
     free(logits);
     free(answer);
@@ -118,7 +131,7 @@ void check_sampling(bool quick)
         struct kn_sampler *s;
 
         must(kn_sampler_create(sizes[i], &s, &err), "sampler");
-        for (int round = 0; round < (quick ? 1 : 4); round++) {
+        for (int round = 0; round < (quick ? 2 : 8); round++) {
             check_round(sizes[i], s, round);
         }
         kn_sampler_destroy(s);
