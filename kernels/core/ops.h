@@ -44,6 +44,8 @@ size_t kn_quant_acts_bytes(size_t rows, size_t k);
 enum kn_format {
     KN_FORMAT_FILE,   /* as in the model file, borrowed from it */
     KN_FORMAT_TILE16, /* 16 outputs interleaved, kernels/cpu/pack.h */
+    KN_FORMAT_GRID16, /* these, quantized ones on a grid of powers of two, kernels/cpu/grid.h */
+    KN_FORMAT_COUNT,
 };
 
 /* A projection of K inputs to N outputs, as up to KN_MAX_PARTS tensors stacked by output (q, k and

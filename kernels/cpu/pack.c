@@ -2,6 +2,8 @@
 #include "kernels/cpu/pack.h"
 
 #include "kernels/core/dtype.h"
+#include "kernels/core/half.h"
+#include "kernels/cpu/grid.h"
 
 static bool is_quant(enum bt_dtype t)
 {
@@ -27,31 +29,50 @@ static void pack_q4(const uint8_t *q, size_t r, uint8_t *dst)
     }
 }
 
-static void pack_q8(const uint8_t *q, size_t r, uint8_t *dst)
+/* flip: 128 more, without a sign. */
+static void pack_q8(const uint8_t *q, size_t r, uint8_t flip, uint8_t *dst)
 {
     for (size_t i = 0; i < 8; i++) {
         for (size_t c = 0; c < 4; c++) {
-            dst[64 * i + 4 * r + c] = q[4 * i + c] ^ 0x80; /* int8 + 128 */
+            dst[64 * i + 4 * r + c] = q[4 * i + c] ^ flip;
         }
     }
 }
 
-static void pack_quant_row(enum bt_dtype t, const uint8_t *src, size_t k, size_t r, uint8_t *dst)
+/* The scale of a block of output r, whose place among the block's 16 begins at dst. */
+static void pack_scale(const struct kn_pack *p, const uint8_t *src, size_t r, uint8_t *dst)
 {
-    size_t n_blocks = k / KN_QBLOCK, qb = kn_tile_quant_bytes(t), sb = kn_tile_scale_bytes(t);
+    if (!p->grid) {
+        memcpy(dst + 2 * r, src, 2);
+        if (p->dtype == BT_DTYPE_Q4_1) {
+            memcpy(dst + 32 + 2 * r, src + 2, 2);
+        }
+    } else if (p->dtype == BT_DTYPE_Q4_1) {
+        uint32_t g =
+            kn_grid_q4_1(kn_f16_to_f32(kn_load_u16(src)), kn_f16_to_f32(kn_load_u16(src + 2)));
+
+        memcpy(dst + 4 * r, &g, 4);
+    } else {
+        uint16_t g = kn_grid_q8_0(kn_f16_to_f32(kn_load_u16(src)));
+
+        memcpy(dst + 2 * r, &g, 2);
+    }
+}
+
+static void pack_quant_row(const struct kn_pack *p, const uint8_t *src, size_t r, uint8_t *dst)
+{
+    size_t n_blocks = p->k / KN_QBLOCK;
+    size_t qb = kn_tile_quant_bytes(p->dtype), sb = kn_tile_scale_bytes(p->dtype);
     uint8_t *scales = dst + n_blocks * qb;
 
     for (size_t b = 0; b < n_blocks; b++) {
-        memcpy(scales + b * sb + 2 * r, src, 2);
-        if (t == BT_DTYPE_Q4_1) {
-            memcpy(scales + b * sb + 32 + 2 * r, src + 2, 2);
-            pack_q4(src + 4, r, dst + b * qb);
-        } else if (t == BT_DTYPE_Q4_0) {
-            pack_q4(src + 2, r, dst + b * qb);
+        pack_scale(p, src, r, scales + b * sb);
+        if (p->dtype == BT_DTYPE_Q8_0) {
+            pack_q8(src + 2, r, p->grid ? 0 : 0x80, dst + b * qb);
         } else {
-            pack_q8(src + 2, r, dst + b * qb);
+            pack_q4(src + (p->dtype == BT_DTYPE_Q4_1 ? 4 : 2), r, dst + b * qb);
         }
-        src += bt_dtype_block_bytes(t);
+        src += bt_dtype_block_bytes(p->dtype);
     }
 }
 
@@ -73,22 +94,22 @@ static void pack_float_row(size_t elem, const uint8_t *src, size_t k, size_t r, 
     }
 }
 
-void kn_tile_pack(enum bt_dtype t, const void *src, size_t n, size_t k, size_t tile, void *dst)
+void kn_tile_pack(const struct kn_pack *p, size_t tile, void *dst)
 {
-    size_t row_bytes = kn_row_bytes(t, k);
+    size_t row_bytes = kn_row_bytes(p->dtype, p->k);
 
-    if (n - tile * KN_TILE < KN_TILE || (t == BT_DTYPE_BF16 && k % KN_QBLOCK)) {
-        memset(dst, 0, kn_tile_bytes(t, k)); /* scales of missing rows are 0 */
+    if (p->n - tile * KN_TILE < KN_TILE || (p->dtype == BT_DTYPE_BF16 && p->k % KN_QBLOCK)) {
+        memset(dst, 0, kn_tile_bytes(p->dtype, p->k)); /* so are scales of missing rows */
     }
-    for (size_t r = 0; r < KN_TILE && tile * KN_TILE + r < n; r++) {
-        const uint8_t *row = (const uint8_t *)src + (tile * KN_TILE + r) * row_bytes;
+    for (size_t r = 0; r < KN_TILE && tile * KN_TILE + r < p->n; r++) {
+        const uint8_t *row = (const uint8_t *)p->src + (tile * KN_TILE + r) * row_bytes;
 
-        if (is_quant(t)) {
-            pack_quant_row(t, row, k, r, dst);
-        } else if (t == BT_DTYPE_BF16) {
-            pack_bf16_row(row, k, r, dst);
+        if (is_quant(p->dtype)) {
+            pack_quant_row(p, row, r, dst);
+        } else if (p->dtype == BT_DTYPE_BF16) {
+            pack_bf16_row(row, p->k, r, dst);
         } else {
-            pack_float_row(bt_dtype_block_bytes(t), row, k, r, dst);
+            pack_float_row(bt_dtype_block_bytes(p->dtype), row, p->k, r, dst);
         }
     }
 }

@@ -12,8 +12,11 @@
  * + 4) + c in its high half quants of a block of 8-bit values, 512 bytes: 8 vectors of 64; byte 4 r
  * + c of vector i holds input 4 i + c of output r, plus 128 (unsigned, for the u8 x s8 dot
  * products) scales of a block: 16 x f16 d, and for Q4_1 16 x f16 m after them Four neighbouring
- * inputs of an output in 32 bits is what VPDPBUSD, VPMADDUBSW and the AMX tile products take.
- */
+ * inputs of an output in 32 bits is what VPDPBUSD and VPMADDUBSW take.
+ *
+ * KN_FORMAT_GRID16: the same, but scales of quantized blocks as in kernels/cpu/grid.h, for each of
+ * the 16 outputs one, and values of 8 bits signed. Pairs of inputs in halves of 32 bits: see the
+ * order in cpu/amx/wide_acts.c. */
 #ifndef KN_CPU_PACK_H
 #define KN_CPU_PACK_H
 
@@ -35,7 +38,14 @@ static inline size_t kn_tile_scale_bytes(enum bt_dtype t)
 
 /* Bytes of one tile with K inputs, a multiple of KN_TILE_ALIGN. */
 size_t kn_tile_bytes(enum bt_dtype t, size_t k);
-/* Packs tile `tile` of a [n, k] tensor to `dst` (the tile's own place). Any thread. */
-void kn_tile_pack(enum bt_dtype t, const void *src, size_t n, size_t k, size_t tile, void *dst);
+/* Packs tile `tile` of a [n, k] tensor to `dst` (the tile's own place); grid: as
+ * KN_FORMAT_GRID16. Any thread. */
+struct kn_pack {
+    enum bt_dtype dtype;
+    bool grid;
+    const void *src;
+    size_t n, k;
+};
+void kn_tile_pack(const struct kn_pack *p, size_t tile, void *dst);
 
 #endif

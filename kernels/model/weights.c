@@ -115,7 +115,7 @@ static int load_vector(struct loader *ld, const struct bt_tensor *t, const float
 }
 
 struct pack_job {
-    const struct bt_tensor *t;
+    struct kn_pack of;
     char *dst;
     size_t tile_bytes;
 };
@@ -124,8 +124,7 @@ static void pack_item(void *arg, int item, int member)
 {
     struct pack_job *j = arg;
 
-    kn_tile_pack(j->t->dtype, j->t->data, (size_t)j->t->shape[0], (size_t)j->t->shape[1],
-                 (size_t)item, j->dst + (size_t)item * j->tile_bytes);
+    kn_tile_pack(&j->of, (size_t)item, j->dst + (size_t)item * j->tile_bytes);
 }
 
 static void to_half(enum bt_dtype dtype, const float *from, size_t n, uint16_t *to)
@@ -184,7 +183,11 @@ static int device_matrix(struct loader *ld, const struct bt_tensor *t, const voi
 static int load_matrix(struct loader *ld, const struct bt_tensor *t, const void **ret)
 {
     int n_tiles = (int)BT_DIV_UP(t->shape[0], KN_TILE);
-    struct pack_job j = {.t = t, .tile_bytes = kn_tile_bytes(t->dtype, (size_t)t->shape[1])};
+    struct pack_job j = {.of = {.dtype = t->dtype,
+                                .src = t->data,
+                                .n = (size_t)t->shape[0],
+                                .k = (size_t)t->shape[1]},
+                         .tile_bytes = kn_tile_bytes(t->dtype, (size_t)t->shape[1])};
 
     if (ld->to->device) {
         return device_matrix(ld, t, ret);
@@ -193,6 +196,7 @@ static int load_matrix(struct loader *ld, const struct bt_tensor *t, const void 
         *ret = t->data;
         return BT_OK;
     }
+    j.of.grid = ld->to->ops->format == KN_FORMAT_GRID16;
     j.dst = place(ld, (size_t)n_tiles * j.tile_bytes);
     if (j.dst) {
         kn_team_run(ld->to->team, n_tiles, pack_item, &j);

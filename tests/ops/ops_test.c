@@ -121,6 +121,7 @@ const void *test_pack(enum kn_format format, const struct bt_tensor *t)
 {
     size_t n = (size_t)t->shape[0], k = (size_t)t->shape[1], tile = kn_tile_bytes(t->dtype, k);
     size_t n_tiles = BT_DIV_UP(n, KN_TILE);
+    struct kn_pack of = {t->dtype, format == KN_FORMAT_GRID16, t->data, n, k};
     char *p;
 
     if (format == KN_FORMAT_FILE) {
@@ -128,7 +129,7 @@ const void *test_pack(enum kn_format format, const struct bt_tensor *t)
     }
     p = test_alloc(n_tiles * tile);
     for (size_t i = 0; i < n_tiles; i++) {
-        kn_tile_pack(t->dtype, t->data, n, k, i, p + i * tile);
+        kn_tile_pack(&of, i, p + i * tile);
     }
     return p;
 }
@@ -280,7 +281,7 @@ void test_fixture(const struct fixture *f)
     memcpy(ref, init, n * sizeof(float));
     run_pieces(f, ops, &none, f->c->rows, ref);
     for (const char *const *isa = kn_ops_available(); *isa; isa++) {
-        if (f->quant && is_amx(*isa)) { /* activations of 9 bits */
+        if (f->quant && is_amx(*isa)) { /* both sides on grids */
             struct kn_ops wide = *ops;
             float *want = test_alloc(n * sizeof(float));
 

@@ -82,7 +82,7 @@ struct matmul_data {
     float *x, *bias;
     size_t stride;
     struct bt_tensor t[KN_MAX_PARTS];
-    struct kn_weight w[2]; /* by format */
+    struct kn_weight w[KN_FORMAT_COUNT];
 };
 
 static void run_matmul(const struct fixture *f,
@@ -118,7 +118,7 @@ static void test_matmul(const struct op_case *c, int dtype)
         f.bf16 |= d.t[i].dtype == BT_DTYPE_BF16;
         f.quant |= bt_dtype_block_elems(d.t[i].dtype) > 1;
     }
-    for (int format = 0; format < 2; format++) {
+    for (int format = 0; format < KN_FORMAT_COUNT; format++) {
         d.w[format] = (struct kn_weight){.k = c->a, .n = c->b * c->c, .n_parts = c->c};
         for (int i = 0; i < c->c; i++) {
             d.w[format].part[i] = (struct kn_weight_part){
@@ -129,6 +129,7 @@ static void test_matmul(const struct op_case *c, int dtype)
     test_fixture(&f);
     for (int i = 0; i < c->c; i++) {
         test_pack_free(KN_FORMAT_TILE16, d.w[KN_FORMAT_TILE16].part[i].data);
+        test_pack_free(KN_FORMAT_GRID16, d.w[KN_FORMAT_GRID16].part[i].data);
         free((void *)d.t[i].data);
     }
     free(d.x);

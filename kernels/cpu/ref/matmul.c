@@ -5,38 +5,57 @@
  * over a block is an exact integer; blocks are then added in ascending order in f32:
  *     Q8_0, Q4_0: acc += dw * dx * sum(qw * qx)
  *     Q4_1:       acc += dw * dx * sum(qw * qx) + mw * (dx * sum(qx))
- * With AMX qx has 9 bits, and dx is a power of two (kn_ref_matmul_wide, what tests compare with).
+ * With AMX both sides are whole numbers times powers of two (kn_ref_matmul_wide, what tests compare
+ * with): weights as in kernels/cpu/grid.h, activations of up to 2032 with 8 bits each.
  */
 #include "kernels/core/dtype.h"
 #include "kernels/core/half.h"
+#include "kernels/cpu/grid.h"
 #include "kernels/cpu/ref/ref.h"
 
 #include <math.h>
 
 #define BLOCK 32
 
-/* One block of activations. Returns the scale; *ret_sum = sum of the quantized values. */
-static float quantize_block(const float *x, bool wide, int16_t ret_q[BLOCK], int *ret_sum)
+static float largest(const float *x)
 {
-    float max = 0, inv;
-    int e = 0;
+    float max = 0;
 
     for (int i = 0; i < BLOCK; i++) {
         max = fabsf(x[i]) > max ? fabsf(x[i]) : max;
     }
-    if (wide) { /* the power of two that makes the largest 127 to 254 */
-        frexpf(fmaxf(max, KN_WIDE_TINY) * (256.0f / 254), &e);
-        e -= 8;
-        inv = ldexpf(1, -e);
-    } else {
-        inv = max > KN_QUANT_TINY ? 127 / max : 0;
-    }
+    return max;
+}
+
+/* One block of activations. Returns the scale; *ret_sum = sum of the quantized values. */
+static float quantize_block(const float *x, int16_t ret_q[BLOCK], int *ret_sum)
+{
+    float max = largest(x), inv = max > KN_QUANT_TINY ? 127 / max : 0;
+
     *ret_sum = 0;
     for (int i = 0; i < BLOCK; i++) {
         ret_q[i] = (int16_t)lrintf(x[i] * inv);
         *ret_sum += ret_q[i];
     }
-    return wide ? ldexpf(1, e) : max / 127;
+    return max / 127;
+}
+
+/* A block of activations by one of weights. */
+static float wide_block(enum bt_dtype t, const uint8_t *block, const float *x)
+{
+    float max = largest(x), unit;
+    int16_t w[BLOCK];
+    int e, dot = 0;
+
+    frexpf(fmaxf(max, KN_WIDE_TINY) * (256.0f / 254), &e);
+    e -= 11; /* the largest becomes 1016 to 2032 */
+    unit = kn_grid_block(t, block, w);
+    for (int i = 0; i < BLOCK; i++) {
+        float whole = rintf(ldexpf(x[i], -e));
+
+        dot += w[i] * (int)kn_bf16_to_f32(kn_f32_to_bf16(whole));
+    }
+    return ldexpf((float)dot, e) * unit;
 }
 
 static float dot_block(enum bt_dtype t, const uint8_t *w, const int16_t *q, float d, int sum)
@@ -90,9 +109,10 @@ static void part_row(const struct kn_matmul_args *a,
             for (size_t b = 0; b < k / BLOCK; b++) {
                 int16_t q[BLOCK];
                 int sum;
-                float d = quantize_block(x + b * BLOCK, wide, q, &sum);
+                float d = quantize_block(x + b * BLOCK, q, &sum);
 
-                acc += dot_block(p->dtype, w, q, d, sum);
+                acc += wide ? wide_block(p->dtype, w, x + b * BLOCK)
+                            : dot_block(p->dtype, w, q, d, sum);
                 w += bt_dtype_block_bytes(p->dtype);
             }
         } else {

@@ -8,11 +8,13 @@
 /* How quantized and BF16 weights and f16 K and V are multiplied belongs to the numerics. */
 #if KN_VEC_AMX
 #define KN_BF16      "-split16-attn16"
-#define KN_ACTS      "a9"
+#define KN_ACTS      "a11w9"
+#define KN_FORMAT    KN_FORMAT_GRID16
 #define KN_ATTENTION KN_V(tile_attention)
 #else
 #define KN_BF16      ""
 #define KN_ACTS      "a8"
+#define KN_FORMAT    KN_FORMAT_TILE16
 #define KN_ATTENTION KN_V(attention)
 #endif
 
@@ -20,7 +22,7 @@ const struct kn_ops KN_CAT(kn_ops_, KN_ISA) = {
     .isa = BT_STR2_(KN_ISA),
     .numerics = "cpu/" BT_STR2_(KN_ISA) "/" KN_ACTS KN_BF16 "/1",
     .device = KN_DEVICE_CPU,
-    .format = KN_FORMAT_TILE16,
+    .format = KN_FORMAT,
     .rmsnorm = KN_V(rmsnorm),
     .matmul = KN_V(matmul),
     .rope = KN_V(rope),
