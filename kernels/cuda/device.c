@@ -334,6 +334,10 @@ static int weight(struct kn_device *d, struct kn_weight *w, struct bt_err *err)
     h->n = w->n;
     h->k = w->k;
     e = kn_cuda_map_init(&h->map, d->dtype, h->data, (size_t)w->n, (size_t)w->k, (size_t)w->k, 64);
+    h->pair_box = kn_cuda_stream_pair_box(w->n);
+    e = e ? e
+          : kn_cuda_map_init(&h->pairs, d->dtype, h->data, (size_t)w->n, (size_t)w->k, (size_t)w->k,
+                             h->pair_box);
     if (e != 0) {
         return BT_FAIL(err, BT_E_UNSUPPORTED, "CUDA: no tensor map for weights [%d, %d]: error %d",
                        w->n, w->k, e);

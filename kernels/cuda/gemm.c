@@ -17,6 +17,7 @@ struct plan {
     bool add, f32;
     bool tuned;
     bool restored; /* from notes: `tune` believes them */
+    bool beaten;
     float us;
     cublasLtMatmulDesc_t op;
     cublasLtMatrixLayout_t w, x, out;
@@ -150,18 +151,51 @@ static void forget_one(struct kn_gemm *g)
     memmove(&g->plans[i], &g->plans[i + 1], (size_t)(--g->n_plans - i) * sizeof(g->plans[0]));
 }
 
+static struct plan *known_plan(struct kn_gemm *g, const struct kn_gemm_args *a)
+{
+    for (int i = g->n_plans - 1; i >= 0; i--) {
+        struct plan *q = &g->plans[i];
+
+        if (q->rows == a->rows && q->n == a->n && q->k == a->k && q->add == a->add &&
+            q->f32 == a->f32) {
+            return q;
+        }
+    }
+    return NULL;
+}
+
+bool kn_gemm_beaten(const struct kn_gemm *g, const struct kn_gemm_args *a)
+{
+    const struct plan *p = known_plan((struct kn_gemm *)g, a);
+
+    return p && p->beaten;
+}
+
+bool kn_gemm_restored(const struct kn_gemm *g, const struct kn_gemm_args *a)
+{
+    const struct plan *p = known_plan((struct kn_gemm *)g, a);
+
+    return p && p->restored;
+}
+
+void kn_gemm_set_beaten(struct kn_gemm *g, const struct kn_gemm_args *a, bool beaten)
+{
+    struct plan *p = known_plan(g, a);
+
+    if (p) {
+        p->beaten = beaten;
+    }
+}
+
 /* The plan of a shape, made on first use. */
 static struct plan *plan_of(struct kn_gemm *g, const struct kn_gemm_args *a)
 {
     cublasLtMatmulHeuristicResult_t tries[CANDIDATES];
     struct plan p = {.rows = a->rows, .n = a->n, .k = a->k, .add = a->add, .f32 = a->f32};
+    struct plan *known = known_plan(g, a);
 
-    for (int i = g->n_plans - 1; i >= 0; i--) {
-        struct plan *q = &g->plans[i];
-
-        if (q->rows == p.rows && q->n == p.n && q->k == p.k && q->add == p.add && q->f32 == p.f32) {
-            return q;
-        }
+    if (known) {
+        return known;
     }
     if (!describe(g, &p) || candidates(g, &p, tries) < 1) {
         drop(&p);
@@ -334,11 +368,11 @@ int kn_gemm_tune(struct kn_gemm *g,
 
 /* ---- what was measured, for the next process ---- */
 
-#define NOTES_MAGIC 0x31534b4350544142u /* "BATPCKS1" */
+#define NOTES_MAGIC 0x32534b4350544142u /* "BATPCKS2" */
 
 struct note {
     int32_t rows, n, k;
-    uint8_t add, f32, tuned, unused;
+    uint8_t add, f32, tuned, beaten;
     float us;
     cublasLtMatmulAlgo_t
         algo; /* may be copied within one version of the library, says its manual */
@@ -396,6 +430,7 @@ int kn_gemm_restore(struct kn_gemm *g, const void *from, size_t bytes)
                          .f32 = from_note->f32,
                          .tuned = from_note->tuned,
                          .restored = true,
+                         .beaten = from_note->beaten,
                          .us = from_note->us,
                          .algo = from_note->algo};
         cublasLtMatmulHeuristicResult_t result;
@@ -429,6 +464,7 @@ void kn_gemm_save(const struct kn_gemm *g, void *to, size_t bytes)
                                         .add = p->add,
                                         .f32 = p->f32,
                                         .tuned = p->tuned,
+                                        .beaten = p->beaten,
                                         .us = p->us,
                                         .algo = p->algo};
     }

@@ -125,7 +125,7 @@ enum kn_cuda_stream_out {
     KN_STREAM_QKV,    /* kn_cuda_qkv_finish folded in */
 };
 struct kn_cuda_stream_gemm_args {
-    const struct kn_cuda_map *w; /* [N, K], boxes of 64 rows */
+    const struct kn_cuda_map *w; /* [N, K], boxes of `box` rows */
     const struct kn_cuda_map *x; /* [>= rows, K], boxes of kn_cuda_stream_box(rows) rows */
     int n, k, rows;
     enum kn_cuda_stream_out kind;
@@ -133,6 +133,7 @@ struct kn_cuda_stream_gemm_args {
     void *out;
     size_t out_stride;                 /* elements */
     const struct kn_cuda_heads *heads; /* QKV */
+    int box;                           /* 0 = 64; 48 or 56 unless QKV: tiles that fit the card */
     int split;                         /* 0 = the kernel's choice; else 1, 2, 4 or 8 */
     int stages;                        /* 0 = the kernel's choice */
     int group;                         /* stages filled at a time, 0 = the kernel's choice */
@@ -140,6 +141,8 @@ struct kn_cuda_stream_gemm_args {
 };
 int kn_cuda_stream_init(void);
 int kn_cuda_stream_box(int rows);
+/* Of gate and up, n rows together: the box with which every block of the card has as much to do. */
+int kn_cuda_stream_pair_box(int n);
 int kn_cuda_stream_gemm(enum kn_cuda_dtype t,
                         const struct kn_cuda_stream_gemm_args *a,
                         kn_cuda_stream s);

@@ -61,6 +61,12 @@ struct kn_gemm_args {
 int kn_gemm_create(enum kn_cuda_dtype t, bool invariant, struct kn_gemm **ret, struct bt_err *err)
     BT_MUST_USE;
 void kn_gemm_destroy(struct kn_gemm *g);
+/* Is a kernel of our own with what follows folded in faster than this product and the kernel after
+ * it? Of tuned shapes, as noted by set_beaten; kept with what tune found. */
+bool kn_gemm_beaten(const struct kn_gemm *g, const struct kn_gemm_args *a);
+/* Was it found by another process (kn_gemm_restore)? */
+bool kn_gemm_restored(const struct kn_gemm *g, const struct kn_gemm_args *a);
+void kn_gemm_set_beaten(struct kn_gemm *g, const struct kn_gemm_args *a, bool beaten);
 /* 0, or a cudaError_t or 1000 + a cublasStatus_t. */
 int kn_gemm_run(struct kn_gemm *g, const struct kn_gemm_args *a, kn_cuda_stream s);
 /* Tries up to `most` of the library's candidates on these very buffers (out is overwritten) and
@@ -94,6 +100,8 @@ struct kn_cuda_act {
 /* kn_weight.handle */
 struct kn_cuda_weight {
     struct kn_cuda_map map;
+    struct kn_cuda_map pairs; /* for KN_STREAM_SWIGLU: boxes of pair_box rows */
+    int pair_box;
     const void *data;  /* [N, K] */
     const float *bias; /* [N] or NULL */
     int n, k;

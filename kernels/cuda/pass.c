@@ -437,6 +437,72 @@ static int tune_one(struct kn_device *d, const void *const *w, int n, int rows, 
     return kn_gemm_tune(d->gemm, &t, d->stream, &us);
 }
 
+/* Mean of 8 launches after 2, in us; negative if they do not run. */
+static float mean_us(struct kn_device *d, const void *const *w, int n, int rows, bool ours)
+{
+    const struct kn_cuda_weight *first = d->tuned;
+    struct kn_gemm_args a = {
+        .x = d->h.p, .w = NULL, .rows = rows, .n = first->n, .k = first->k, .out = d->gu};
+    struct kn_cuda_stream_gemm_args s = {.w = &first->pairs,
+                                         .x = &d->h.maps[rows > 32 ? 3 : 2],
+                                         .n = first->n,
+                                         .k = first->k,
+                                         .rows = rows,
+                                         .kind = KN_STREAM_SWIGLU,
+                                         .out = d->act.p,
+                                         .out_stride = (size_t)d->c->d_ff,
+                                         .box = first->pair_box,
+                                         .warpgroups = 4};
+    const struct kn_cuda_weight *q = first;
+    cudaEvent_t from, to;
+    float ms = -1;
+    int rc = 0;
+
+    cudaEventCreate(&from);
+    cudaEventCreate(&to);
+    for (int i = 0; i < 10 && rc == 0; i++) {
+        if (i == 2) {
+            cudaEventRecord(from, d->stream);
+        }
+        a.w = w[i % n];
+        while (q->data != a.w) {
+            q = q->next ? q->next : first;
+        }
+        s.w = &q->pairs;
+        if (ours) {
+            rc = kn_cuda_stream_gemm(d->dtype, &s, d->stream);
+            continue;
+        }
+        rc = kn_gemm_run(d->gemm, &a, d->stream);
+        rc = rc ? rc : kn_cuda_swiglu(d->dtype, d->gu, rows, d->c->d_ff, d->act.p, d->stream);
+    }
+    cudaEventRecord(to, d->stream);
+    if (cudaEventSynchronize(to) != cudaSuccess || rc != 0 ||
+        cudaEventElapsedTime(&ms, from, to) != cudaSuccess) {
+        ms = -1;
+    }
+    cudaEventDestroy(from);
+    cudaEventDestroy(to);
+    return ms < 0 ? ms : ms * 1000 / 8;
+}
+
+/* Gate and up at `rows` rows: the library and a kernel for SwiGLU, or both in one of ours? Only
+ * where ours was ever faster in a whole layer: more rows made it slower there than one by one. */
+static void tune_pairs(struct kn_device *d, const void *const *w, int n, int rows)
+{
+    const struct kn_cuda_weight *first = d->tuned;
+    struct kn_gemm_args a = {.rows = rows, .n = first->n, .k = first->k};
+    float library, ours;
+
+    if (d->cfg.invariant || first->n != 2 * d->c->d_ff || first->k != d->c->d_model || rows <= 16 ||
+        rows > 64 || kn_gemm_restored(d->gemm, &a)) {
+        return;
+    }
+    library = mean_us(d, w, n, rows, false);
+    ours = mean_us(d, w, n, rows, true);
+    kn_gemm_set_beaten(d->gemm, &a, ours > 0 && ours < library);
+}
+
 /* Row 0 of the product of d->tuned, added up from the first column to the last in steps of 16: what
  * invariant numerics are, whatever the size of passes. */
 static int one_order_bits(struct kn_device *d, void *ret)
@@ -512,6 +578,9 @@ static int tune_shape(struct kn_device *d, const struct kn_cuda_weight *of)
     }
     for (int i = 0; i < n_rows && rc == 0; i++) {
         rc = tune_one(d, w, n, rows[i], bits);
+        if (rc == 0) {
+            tune_pairs(d, w, n, rows[i]);
+        }
     }
     free(bits);
     return rc;

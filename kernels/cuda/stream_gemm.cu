@@ -22,15 +22,14 @@
 namespace {
 
 constexpr int KC = 64;         // columns of a stage
-constexpr int BOX_BYTES = 8192; // 64 rows of weights in a stage, for one warpgroup
 constexpr int MAX_STAGES = 12;
-constexpr int SMEM_BYTES = 224 * 1024;
+constexpr int SMEM_BYTES = 226 * 1024;
+constexpr int PAST = 2048; // products of a box of fewer than 64 rows read past its end
 
 // Sizes that follow from rows of x in a block and warpgroups that multiply.
 template <int NB, int WGS> struct Sizes {
-    static constexpr int ROWS = 64 * WGS; // of weights
-    static constexpr int W_BYTES = BOX_BYTES * WGS;
-    static constexpr int STAGE = W_BYTES + NB * 128;
+    static constexpr int ROWS = 64 * WGS; // of sums; those past a box of fewer rows are not used
+    static constexpr int X_BYTES = NB * 128;
     static constexpr int CONSUMERS = 128 * WGS;
     static constexpr int LD = ROWS + 4; // floats from column to column of sums: no bank twice
     static constexpr int PART = NB * LD * 4;
@@ -41,6 +40,7 @@ struct Args {
     int chunks; // of K
     int rows;
     int stages, group;
+    int box; // rows of weights of a warpgroup
     const float *bias;
     void *out;
     size_t out_stride;
@@ -59,6 +59,7 @@ __device__ void produce(const CUtensorMap *w, const CUtensorMap *x, const Args &
 {
     using S = Sizes<NB, WGS>;
     int n = c1 - c0, done = 0, s = 0, turn = 1; // the first turn finds every stage empty
+    int w_bytes = a.box * 128 * WGS, stage = w_bytes + S::X_BYTES;
     bool waited = false;
 
     prefetch_map(w);
@@ -69,18 +70,18 @@ __device__ void produce(const CUtensorMap *w, const CUtensorMap *x, const Args &
         if (!waited)
             g = n - done < a.stages ? n - done : a.stages;
         for (int i = 0; i < g; i++) {
-            char *st = stages + s * S::STAGE;
+            char *st = stages + s * stage;
 
             if (waited)
                 barrier_wait(&ring.empty[s], t);
-            barrier_expect(&ring.full[s], S::STAGE);
+            barrier_expect(&ring.full[s], stage);
 #pragma unroll
             for (int b = 0; b < WGS; b++) {
-                int row = PAIRS ? (b < WGS / 2 ? 0 : a.n / 2) + tile * (S::ROWS / 2) +
-                                      b % (WGS / 2) * 64
-                                : tile * S::ROWS + b * 64;
+                int row = PAIRS ? (b < WGS / 2 ? 0 : a.n / 2) +
+                                      (tile * (WGS / 2) + b % (WGS / 2)) * a.box
+                                : (tile * WGS + b) * a.box;
 
-                copy_box(st + b * BOX_BYTES, w, (c0 + done + i) * KC, row, &ring.full[s]);
+                copy_box(st + b * a.box * 128, w, (c0 + done + i) * KC, row, &ring.full[s]);
             }
             if (++s == a.stages) {
                 s = 0;
@@ -91,8 +92,7 @@ __device__ void produce(const CUtensorMap *w, const CUtensorMap *x, const Args &
             wait_before();
         waited = true;
         for (int i = 0; i < g; i++) {
-            copy_box(stages + s0 * S::STAGE + S::W_BYTES, x, (c0 + done + i) * KC, b0,
-                     &ring.full[s0]);
+            copy_box(stages + s0 * stage + w_bytes, x, (c0 + done + i) * KC, b0, &ring.full[s0]);
             s0 = s0 + 1 == a.stages ? 0 : s0 + 1;
         }
         turn = t;
@@ -112,6 +112,8 @@ __device__ void consume(const Args &a, Ring &ring, char *stages, int n, float *p
 {
     using S = Sizes<NB, WGS>;
     int wg = threadIdx.x / 128, lane = threadIdx.x & 31, warp = threadIdx.x / 32 & 3;
+    int w_bytes = a.box * 128 * WGS, stage = w_bytes + S::X_BYTES;
+    uint64_t da0 = mma_desc(stages + wg * a.box * 128), db0 = mma_desc(stages + w_bytes);
     float acc[NB / 2];
 
 #pragma unroll
@@ -119,8 +121,7 @@ __device__ void consume(const Args &a, Ring &ring, char *stages, int n, float *p
         acc[i] = 0;
     for (int i = 0, s = 0, last = 0, turn = 0; i < n; i++) {
         barrier_wait(&ring.full[s], turn);
-        uint64_t da = mma_desc(stages + s * S::STAGE + wg * BOX_BYTES);
-        uint64_t db = mma_desc(stages + s * S::STAGE + S::W_BYTES);
+        uint64_t da = da0 + (uint32_t)(s * stage >> 4), db = db0 + (uint32_t)(s * stage >> 4);
         mma_fence();
 #pragma unroll
         for (int k = 0; k < 4; k++) // 16 columns are 32 bytes
@@ -184,21 +185,21 @@ __device__ void store(const Args &a, const float *part, int tile, int rank, int 
                       int rows)
 {
     using S = Sizes<NB, WGS>;
-    constexpr int WIDTH = KIND == KN_STREAM_SWIGLU ? S::ROWS / 2 : S::ROWS;
-    int n = KIND == KN_STREAM_SWIGLU ? a.n / 2 : a.n, n0 = tile * WIDTH;
+    // A thread keeps its pair of outputs and goes through rows of x.
+    constexpr int BOXES = KIND == KN_STREAM_SWIGLU ? WGS / 2 : WGS, PAIRS = BOXES * 32;
+    int q = threadIdx.x % PAIRS, n = KIND == KN_STREAM_SWIGLU ? a.n / 2 : a.n;
+    int in_box = q % 32 * 2, at_n = (tile * BOXES + q / 32) * a.box + in_box;
 
-    for (int i = rank * S::CONSUMERS + threadIdx.x; i < rows * (WIDTH / 2);
-         i += split * S::CONSUMERS) {
-        int b = i / (WIDTH / 2), r = i % (WIDTH / 2) * 2;
-        const float *p = part + b * S::LD + r;
-
-        if (n0 + r >= n)
-            continue;
+    if (in_box >= a.box || at_n >= n)
+        return;
+    for (int b = rank * (S::CONSUMERS / PAIRS) + threadIdx.x / PAIRS; b < rows;
+         b += split * (S::CONSUMERS / PAIRS)) {
+        const float *p = part + b * S::LD + q * 2;
         float2 y = total2(p, split);
         float y0 = y.x, y1 = y.y;
-        size_t at = (size_t)(b0 + b) * a.out_stride + n0 + r;
+        size_t at = (size_t)(b0 + b) * a.out_stride + at_n;
         if (KIND == KN_STREAM_SWIGLU) {
-            float2 u = total2(p + WIDTH, split);
+            float2 u = total2(p + BOXES * 64, split);
 
             // rounded as the product alone would be, then as the many-row kernel computes
             y0 = to_f(from_f<T>(y0));
@@ -218,8 +219,8 @@ __device__ void store(const Args &a, const float *part, int tile, int rank, int 
             y1 += to_f(x.v[1]);
         }
         if (KIND == KN_STREAM_STORE && a.bias) {
-            y0 += a.bias[n0 + r];
-            y1 += a.bias[n0 + r + 1];
+            y0 += a.bias[at_n];
+            y1 += a.bias[at_n + 1];
         }
         *out = Vec2<T>{{from_f<T>(y0), from_f<T>(y1)}};
     }
@@ -316,10 +317,11 @@ template <typename T, int NB, int KIND, int WGS>
 int run(const kn_cuda_stream_gemm_args *a, cudaStream_t s)
 {
     using S = Sizes<NB, WGS>;
-    int outputs = KIND == KN_STREAM_SWIGLU ? a->n / 2 : a->n;
-    int width = KIND == KN_STREAM_SWIGLU ? S::ROWS / 2 : S::ROWS;
+    int box = a->box ? a->box : 64, outputs = KIND == KN_STREAM_SWIGLU ? a->n / 2 : a->n;
+    int width = KIND == KN_STREAM_SWIGLU ? box * WGS / 2 : box * WGS;
     int tiles = (outputs + width - 1) / width, chunks = (a->k + KC - 1) / KC;
     int split = a->split, stages = a->stages, group = a->group;
+    int stage = box * 128 * WGS + NB * 128;
 
     // Measured: memory likes few blocks with long runs of their rows in flight. About half the card
     // is enough to fill it, and leaves the rest to the next product's first stages.
@@ -332,9 +334,9 @@ int run(const kn_cuda_stream_gemm_args *a, cudaStream_t s)
         stages = tiles * split <= 132 ? MAX_STAGES : tiles <= 400 ? 8 : 5;
     if (group == 0)
         group = tiles * split <= 132 ? 4 : 2;
-    while (stages * S::STAGE > SMEM_BYTES - 2048)
+    while (stages * stage > SMEM_BYTES - 1024 - PAST)
         stages--;
-    while (stages * S::STAGE < S::PART)
+    while (stages * stage < S::PART)
         stages++;
     group = group * 2 > stages ? 1 : group;
     Args args = {};
@@ -343,6 +345,7 @@ int run(const kn_cuda_stream_gemm_args *a, cudaStream_t s)
     args.rows = a->rows;
     args.stages = stages;
     args.group = group;
+    args.box = box;
     args.bias = a->bias;
     args.out = a->out;
     args.out_stride = a->out_stride;
@@ -352,7 +355,7 @@ int run(const kn_cuda_stream_gemm_args *a, cudaStream_t s)
     memcpy(&w, a->w, sizeof(w));
     memcpy(&x, a->x, sizeof(x));
     return launch(stream_gemm<T, NB, KIND, WGS>, dim3(split, tiles, (a->rows + NB - 1) / NB),
-                  S::CONSUMERS + 32, (size_t)stages * S::STAGE + 1024, split, s, w, x, args);
+                  S::CONSUMERS + 32, (size_t)stages * stage + 1024 + PAST, split, s, w, x, args);
 }
 
 template <typename T, int NB, int WGS>
@@ -435,6 +438,12 @@ int kn_cuda_stream_box(int rows)
     while (box < rows && box < 128)
         box *= 2;
     return box;
+}
+
+int kn_cuda_stream_pair_box(int n)
+{
+    // 128 blocks of 224 rows instead of 112 of 256 where 28,672 rows are cut
+    return n % 224 == 0 && n / 224 <= 132 ? 56 : 64;
 }
 
 int kn_cuda_stream_gemm(enum kn_cuda_dtype t, const struct kn_cuda_stream_gemm_args *a,

@@ -34,8 +34,10 @@ static int box_index(int rows)
 static void few_rows(struct kn_device *d, const struct product *p)
 {
     const struct kn_cuda_weight *w = p->w->handle;
+    bool pairs = p->kind == KN_STREAM_SWIGLU;
     struct kn_cuda_stream_gemm_args a = {
-        .w = &w->map,
+        .w = pairs ? &w->pairs : &w->map,
+        .box = pairs ? w->pair_box : 0,
         .x = &p->x->maps[box_index(d->view->rows)],
         .n = w->n,
         .k = w->k,
@@ -45,24 +47,40 @@ static void few_rows(struct kn_device *d, const struct product *p)
         .out = p->out,
         .out_stride = p->out_stride,
         .heads = p->heads,
+        .warpgroups = 4, /* where there are so many rows */
     };
 
     did(d, "product of few rows", kn_cuda_stream_gemm(d->dtype, &a, d->stream));
 }
 
+static struct kn_gemm_args library_args(const struct kn_device *d, const struct product *p)
+{
+    const struct kn_cuda_weight *w = p->w->handle;
+
+    return (struct kn_gemm_args){.x = p->x->p,
+                                 .w = w->data,
+                                 .rows = d->view->rows,
+                                 .room = d->view == &d->wanted ? d->cfg.max_outputs
+                                                               : d->cfg.max_batch_tokens,
+                                 .n = w->n,
+                                 .k = w->k,
+                                 .add = p->kind == KN_STREAM_ADD,
+                                 .f32 = p->kind == KN_STREAM_F32,
+                                 .out = p->kind == KN_STREAM_SWIGLU ? d->gu : p->out};
+}
+
+/* Gate and up alone: tune_pairs in pass.c. */
+static bool beaten(const struct kn_device *d, const struct product *p)
+{
+    struct kn_gemm_args a = library_args(d, p);
+
+    return p->kind == KN_STREAM_SWIGLU && kn_gemm_beaten(d->gemm, &a);
+}
+
 static void many_rows(struct kn_device *d, const struct product *p)
 {
     const struct kn_cuda_weight *w = p->w->handle;
-    struct kn_gemm_args a = {.x = p->x->p,
-                             .w = w->data,
-                             .rows = d->view->rows,
-                             .room = d->view == &d->wanted ? d->cfg.max_outputs
-                                                           : d->cfg.max_batch_tokens,
-                             .n = w->n,
-                             .k = w->k,
-                             .add = p->kind == KN_STREAM_ADD,
-                             .f32 = p->kind == KN_STREAM_F32,
-                             .out = p->kind == KN_STREAM_SWIGLU ? d->gu : p->out};
+    struct kn_gemm_args a = library_args(d, p);
 
     did(d, "product", kn_gemm_run(d->gemm, &a, d->stream));
     if (p->kind == KN_STREAM_SWIGLU) {
@@ -79,7 +97,7 @@ static void multiply(struct kn_device *d, const struct product *p)
 {
     bool folds = p->kind != KN_STREAM_QKV || d->c->head_dim == 64 || d->c->head_dim == 128;
 
-    if (d->view->rows <= d->stream_rows && folds) {
+    if ((d->view->rows <= d->stream_rows && folds) || beaten(d, p)) {
         few_rows(d, p);
     } else {
         many_rows(d, p);

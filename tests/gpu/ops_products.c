@@ -19,8 +19,8 @@ struct problem {
     int n, k, rows;
     struct mat w, x, out; /* out [rows, n] 16-bit */
     float *bias, *d_bias;
-    double *ref; /* [rows, n] plain product */
-    struct kn_cuda_map wm, xm;
+    double *ref;                         /* [rows, n] plain product */
+    struct kn_cuda_map wm, xm, boxes[2]; /* of 48 and 56 rows */
 };
 
 static void problem_init(struct problem *p, enum kn_cuda_dtype t, int n, int k, int rows)
@@ -42,6 +42,10 @@ static void problem_init(struct problem *p, enum kn_cuda_dtype t, int n, int k, 
         }
     }
     must(kn_cuda_map_init(&p->wm, t, p->w.d, (size_t)n, (size_t)k, (size_t)k, 64), "map of w");
+    for (int i = 0; i < 2; i++) {
+        must(kn_cuda_map_init(&p->boxes[i], t, p->w.d, (size_t)n, (size_t)k, (size_t)k, 48 + 8 * i),
+             "map of w");
+    }
     must(kn_cuda_map_init(&p->xm, t, p->x.d, (size_t)rows, (size_t)k, (size_t)k,
                           kn_cuda_stream_box(rows)),
          "map of x");
@@ -89,12 +93,16 @@ static void check_kind(struct problem *p, enum kn_cuda_stream_out kind, int spli
     int width = kind == KN_STREAM_SWIGLU ? p->n / 2 : p->n;
     size_t n = (size_t)p->rows * (size_t)width;
     float *was = malloc(n * sizeof(float)), *got = malloc(n * sizeof(float)), *d_f32 = NULL;
-    struct kn_cuda_stream_gemm_args a = {.w = &p->wm,
+    bool small = split == 2 || split == 8;
+    struct kn_cuda_stream_gemm_args a = {.w = small ? &p->boxes[split == 2] : &p->wm,
                                          .x = &p->xm,
                                          .n = p->n,
                                          .k = p->k,
                                          .rows = p->rows,
                                          .kind = kind,
+                                         .box = !small       ? 0
+                                                : split == 2 ? 56
+                                                             : 48,
                                          .bias = kind == KN_STREAM_STORE ? p->d_bias : NULL,
                                          .out = p->out.d,
                                          .out_stride = (size_t)width,
