@@ -644,7 +644,8 @@ __global__ void __launch_bounds__(1024) greedy_kernel(kn_cuda_sample_args a)
     }
 }
 
-// One cluster a row as long as the card takes them all at once.
+// One cluster a row, the next as soon as one ends; of many rows, where most may be greedy and starting
+// clusters for nothing costs, as many as the card takes at once.
 template <int PER, int BLOCKS>
 int launch_wide(const kn_cuda_sample_args &a, bool drawn, kn_cuda_stream s)
 {
@@ -674,8 +675,10 @@ int launch_wide(const kn_cuda_sample_args &a, bool drawn, kn_cuda_stream s)
             return rc;
         most = n > 0 ? n : 1;
     }
-    return launch(wide_kernel<PER, BLOCKS>, dim3(min(a.n, most) * CLUSTER), THREADS, sizeof(Wide),
-                  CLUSTER, s, a, drawn);
+    int clusters = a.n <= 4 * most ? a.n : most;
+
+    return launch(wide_kernel<PER, BLOCKS>, dim3(clusters * CLUSTER), THREADS, sizeof(Wide), CLUSTER,
+                  s, a, drawn);
 }
 
 } // namespace
