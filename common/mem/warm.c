@@ -1,5 +1,6 @@
-/* Faulting memory in. Thread "warm" holds the address space's lock for a huge page at a time at
- * most: whoever maps something waits for no more than that.
+/* Faulting memory in. Whoever maps something, or uses a page that is being replaced, waits for
+ * thread "warm" to be through with a huge page. So it has the priority of others, who would else
+ * wait until it gets a processor that they use, and rests after each.
  *
  * Memory files come in pages of 4 KiB unless the system is set up otherwise, and one core reads
  * them at half the rate of huge ones (a look-up of the page tables, twice over in a virtual
@@ -10,6 +11,7 @@
 
 #include "common/base/buf.h"
 #include "common/obs/log.h"
+#include "common/thr/pace.h"
 #include "common/thr/thread.h"
 
 #include <errno.h>
@@ -26,9 +28,9 @@
 #define MADV_COLLAPSE 25
 #endif
 
-#define PIECE      (4 * BT_MEM_HUGE)
-#define LOOK_EVERY 8 /* pieces between two looks at what is available */
-#define SCARCE     8 /* at least one part in so many stays available */
+#define PIECE      BT_MEM_HUGE
+#define LOOK_EVERY 32 /* pieces between two looks at what is available */
+#define SCARCE     8  /* at least one part in so many stays available */
 
 struct bt_warm {
     char *base;
@@ -124,16 +126,12 @@ static bool touch(void *base, size_t bytes)
     return madvise(base, bytes, MADV_POPULATE_WRITE) == 0;
 }
 
-/* All of it by huge pages; a page that holds something keeps it. False: not all, or none. */
+/* A huge page; what it holds stays. */
 static bool make_huge(struct bt_warm *w, char *at, size_t bytes)
 {
-    if (w->no_huge || (uintptr_t)at % BT_MEM_HUGE != 0 || bytes % BT_MEM_HUGE != 0) {
+    if (w->no_huge || (uintptr_t)at % BT_MEM_HUGE != 0 || bytes != BT_MEM_HUGE ||
+        !touch(at, 1)) { /* where nothing is, nothing is replaced */
         return false;
-    }
-    for (size_t i = 0; i < bytes; i += BT_MEM_HUGE) {
-        if (!touch(at + i, 1)) { /* where nothing is, nothing is replaced */
-            return false;
-        }
     }
     if (madvise(at, bytes, MADV_COLLAPSE) == 0) {
         w->n_huge += bytes;
@@ -148,16 +146,23 @@ static bool warm_piece(struct bt_warm *w, char *at, size_t bytes)
     return make_huge(w, at, bytes) || touch(at, bytes);
 }
 
+static void rest_until(uint64_t ns)
+{
+    const struct timespec ts = {(time_t)(ns / BT_NS_PER_S), (long)(ns % BT_NS_PER_S)};
+
+    while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &ts, NULL) == EINTR) {
+    }
+}
+
 static void *run(void *arg)
 {
     struct bt_warm *w = arg;
     size_t at = 0;
 
-    bt_thread_background();
     for (size_t i = 0; at < w->bytes && !atomic_load(&w->stop); i++) {
         size_t n = BT_MIN(PIECE, w->bytes - at);
+        uint64_t begun_ns = bt_now_ns();
 
-        n -= n > BT_MEM_HUGE ? n % BT_MEM_HUGE : 0; /* the rest comes last */
         if ((i % LOOK_EVERY == 0 && scarce()) || !warm_piece(w, w->base + at, n)) {
             BT_INFO("not_warmed",
                     "at=%zu of=%zu msg=\"memory is short, or the kernel before 5.14\"", at,
@@ -165,6 +170,7 @@ static void *run(void *arg)
             break;
         }
         at += n;
+        rest_until(bt_pace_until(begun_ns));
     }
     if (at == w->bytes) {
         BT_INFO("warmed", "bytes=%zu huge=%zu", at, w->n_huge);

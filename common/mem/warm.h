@@ -21,7 +21,8 @@ int bt_warm_start(void *base, size_t bytes, struct bt_warm **ret_warm, struct bt
 void bt_warm_region(const struct bt_mem_region *r, struct bt_warm **ret_warm);
 /* It has come to its end, early or not. Any thread. */
 bool bt_warm_done(const struct bt_warm *w);
-/* Ends the thread within a piece of 8 MiB. Any thread, once. NULL is fine. */
+/* Ends the thread within a piece of 2 MiB, and a rest of 20 ms at most. Any thread, once. NULL is
+ * fine. */
 void bt_warm_stop(struct bt_warm *w);
 
 /* The same at once, on the caller's thread: for what is small. */

@@ -1,4 +1,4 @@
-/* The pace of work that has time (bt_thread_background): a rest after every piece, three times as
+/* The pace of work that has time: a rest after every piece, three times as
  * long as the piece took. A low priority alone gives way to who wants the same processor; it leaves
  * the processor beside it, which shares its memory and often its core, to be slowed down for as
  * long as the work lasts. Any thread. */
