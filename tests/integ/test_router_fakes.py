@@ -18,10 +18,10 @@ def fakes(cluster):
     """fakes(node, ...): a router whose seeds are these nodes."""
     nodes = []
 
-    def start(*ns, router_args=(), wait=True):
+    def start(*ns, router_args=(), wait=True, silence="500ms"):
         nodes.extend(ns)
         c = cluster(prefill=0, decode=0, redis=False, seeds=[n.address for n in ns],
-                    router_args=["--node.silence=500ms", *router_args])
+                    router_args=[f"--node.silence={silence}", *router_args])
         digest = bytes.fromhex(c.client.model().digest)
         for n in ns:
             if not n.welcome["model_digest"]:
@@ -337,7 +337,9 @@ def test_RTR_02_a_burst_is_spread_by_what_was_just_sent(fakes):
     """A hundred requests at once, before any node could tell of its load."""
     ps = [FakeNode(f"p{i}", "prefill") for i in range(2)]
     ds = [FakeNode(f"d{i}", "decode") for i in range(2)]
-    c = fakes(*ps, *ds, router_args=["--admission.node_queue=0s"])  # all at once, none waits here
+    c = fakes(*ps, *ds, router_args=["--admission.node_queue=0s"], silence="60s")  # all at once, none waits here
+    for n in (*ps, *ds):
+        n.beat = False  # none tells, however long the hundred take
     calls = [c.client.stream(request(ids=[5] * 2000)) for _ in range(100)]
     for kind in (ps, ds):
         eventually(lambda kind=kind: sum(len(n.starts) for n in kind) == 100)
