@@ -1,6 +1,8 @@
 /* See lines.h. Two buffers: callers add to one under the lock, the thread writes the other. After a
  * write it pauses, so that many lines a second cost their callers one wake-up in a while, not one
- * each. */
+ * each. What has come together then is written in pieces, and after each the processor goes to
+ * whoever wants it: a hundred lines in one write are half a millisecond that a request would wait.
+ */
 #include "common/obs/lines.h"
 
 #include "common/base/buf.h"
@@ -10,11 +12,14 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
-#define MAX_BYTES (1u << 20)
+#define MAX_BYTES (4u << 20)
+#define PIECE     (8u << 10)
 #define PAUSE_NS  (20 * BT_NS_PER_MS)
 
 struct bt_lines {
@@ -43,7 +48,8 @@ static void write_all(struct bt_lines *l)
     size_t left = l->writing.n;
 
     while (left > 0) {
-        ssize_t n = write(l->fd, p, left);
+        const char *end = left > PIECE ? memrchr(p, '\n', PIECE) : NULL; /* whole lines */
+        ssize_t n = write(l->fd, p, end ? (size_t)(end + 1 - p) : left);
 
         if (n < 0 && errno == EINTR) {
             continue;
@@ -55,6 +61,7 @@ static void write_all(struct bt_lines *l)
         }
         p += n;
         left -= (size_t)n;
+        sched_yield();
     }
     l->writing.n = 0;
 }
@@ -95,6 +102,7 @@ static void *lines_main(void *arg)
     bool quit = false, again;
     uint64_t dropped;
 
+    bt_thread_background();
     while (!quit) {
         struct bt_buf full;
 

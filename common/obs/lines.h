@@ -1,5 +1,5 @@
 /* A log of lines in a file of its own, such as the access log: whoever adds a line never waits for
- * the disk. A thread writes; what comes faster than it can write, beyond 1 MiB, is dropped and
+ * the disk. A thread writes; what comes faster than it can write, beyond 4 MiB, is dropped and
  * counted in a line of its own. Rotation: rename the file, then bt_lines_reopen (SIGHUP): lines
  * that were added before go to the old file, later ones to the new one, none is cut or lost. */
 #ifndef BT_OBS_LINES_H
