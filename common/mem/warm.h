@@ -2,8 +2,9 @@
  *
  * Pages of a pool that nobody has written to yet cost a fault each, in the middle of the first
  * request that wants them: a quarter of the time of a short turn whose history comes from another
- * node. A thread of little weight faults them in while the node waits, as huge pages where the
- * kernel makes them. What is in the memory does not change, whoever writes to it meanwhile. */
+ * node. A thread that rests most of the time faults them in while the node waits, as huge pages
+ * where the kernel makes them. What is in the memory does not change, whoever writes to it
+ * meanwhile. */
 #ifndef BT_MEM_WARM_H
 #define BT_MEM_WARM_H
 

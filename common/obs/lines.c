@@ -1,6 +1,6 @@
 /* See lines.h. Two buffers: callers add to one under the lock, the thread writes the other. After a
  * write it pauses, so that many lines a second cost their callers one wake-up in a while, not one
- * each. What has come together then is written in pieces, and after each the processor goes to
+ * each. What has come together then is written in pieces, and between them the processor goes to
  * whoever wants it: a hundred lines in one write are half a millisecond that a request would wait.
  */
 #include "common/obs/lines.h"
@@ -61,7 +61,9 @@ static void write_all(struct bt_lines *l)
         }
         p += n;
         left -= (size_t)n;
-        sched_yield();
+        if (left > 0) {
+            sched_yield();
+        }
     }
     l->writing.n = 0;
 }

@@ -1,7 +1,7 @@
-/* The pace of work that has time: a rest after every piece, three times as
- * long as the piece took. A low priority alone gives way to who wants the same processor; it leaves
- * the processor beside it, which shares its memory and often its core, to be slowed down for as
- * long as the work lasts. Any thread. */
+/* The pace of work that has time: a rest after every piece, three times as long as the piece took.
+ * A low priority alone gives way to who wants the same processor; it leaves the processor beside
+ * it, which shares its memory and often its core, to be slowed down for as long as the work lasts.
+ * Any thread. */
 #ifndef BT_THR_PACE_H
 #define BT_THR_PACE_H
 

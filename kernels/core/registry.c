@@ -24,9 +24,9 @@ const char *kn_op_name(enum kn_op op)
 /* Best first. */
 enum { ISA_AMX, ISA_AVX512, ISA_AVX2, ISA_REF, ISA_COUNT };
 static const char *const isa_names[ISA_COUNT] = {"amx", "avx512", "avx2", "ref"};
-static const char *const isa_needs[ISA_COUNT] = {
-    "AMX with INT8 and BF16, AVX-512 with BF16 and FP16", "AVX-512 F, BW, VL, DQ and VNNI",
-    "AVX2, FMA and F16C", "nothing"};
+static const char *const isa_needs[ISA_COUNT] = {"AMX with BF16, AVX-512 with BF16 and FP16",
+                                                 "AVX-512 F, BW, VL, DQ and VNNI",
+                                                 "AVX2, FMA and F16C", "nothing"};
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 /* Written once, before any reader. */

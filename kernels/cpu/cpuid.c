@@ -12,8 +12,9 @@
 #define XCR0_AVX512        0xe6u    /* besides: opmask, upper ZMM, ZMM16-31 */
 #define XCR0_AMX           0x60000u /* tile configuration and data */
 #define XFEATURE_XTILEDATA 18
-/* Leaf 7.0, EDX: bf16, AVX-512 with f16, tiles, int8; not every compiler's cpuid.h names them. */
-#define EDX_AMX (1u << 22 | 1u << 23 | 1u << 24 | 1u << 25)
+/* Leaf 7.0, EDX: tiles with bf16, AVX-512 with f16, tiles; not every compiler's cpuid.h names them.
+ */
+#define EDX_AMX (1u << 22 | 1u << 23 | 1u << 24)
 
 static uint32_t xcr0(void)
 {

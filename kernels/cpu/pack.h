@@ -5,14 +5,16 @@
  * an output's sum runs over K in ascending order inside its lane, whatever else is computed beside
  * it.
  *
- * Float tile:     [K][16] elements of the tensor's dtype; BF16 in pairs of inputs, [K/2][16][2],
- * with zeros up to a multiple of 32 inputs, which is what TDPBF16PS takes. Quantized tile: quants
- * of all K/32 blocks, then scales of all blocks. quants of a block of 4-bit values, 256 bytes: 4
- * vectors of 64; byte 4 r + c of vector i holds input 4 i + c of output r in its low and input 4 (i
- * + 4) + c in its high half quants of a block of 8-bit values, 512 bytes: 8 vectors of 64; byte 4 r
- * + c of vector i holds input 4 i + c of output r, plus 128 (unsigned, for the u8 x s8 dot
- * products) scales of a block: 16 x f16 d, and for Q4_1 16 x f16 m after them Four neighbouring
- * inputs of an output in 32 bits is what VPDPBUSD and VPMADDUBSW take.
+ * Float tile: [K][16] elements of the tensor's dtype; BF16 in pairs of inputs, [K/2][16][2], with
+ * zeros up to a multiple of 32 inputs, which is what TDPBF16PS takes.
+ *
+ * Quantized tile: quants of all K/32 blocks, then scales of all blocks.
+ * - A block's quants of 4 bits, 256 bytes: 4 vectors of 64; byte 4 r + c of vector i holds input
+ *   4 i + c of output r in its low half and input 4 (i + 4) + c in its high half.
+ * - A block's quants of 8 bits, 512 bytes: 8 vectors of 64; byte 4 r + c of vector i holds input
+ *   4 i + c of output r, plus 128 (unsigned, for the u8 x s8 dot products).
+ * - A block's scales: 16 x f16 d, and for Q4_1 16 x f16 m after them.
+ * Four neighbouring inputs of an output in 32 bits is what VPDPBUSD and VPMADDUBSW take.
  *
  * KN_FORMAT_GRID16: the same, but scales of quantized blocks as in kernels/cpu/grid.h, for each of
  * the 16 outputs one, and values of 8 bits signed. Pairs of inputs in halves of 32 bits: see the

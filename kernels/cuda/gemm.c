@@ -139,7 +139,7 @@ static int candidates(struct kn_gemm *g, const struct plan *p, cublasLtMatmulHeu
     return kept;
 }
 
-/* Makes room for one: the oldest that was not measured goes. */
+/* Makes room for one: the oldest that was not measured goes; if all were, the last. */
 static void forget_one(struct kn_gemm *g)
 {
     int i = 0;
@@ -151,39 +151,42 @@ static void forget_one(struct kn_gemm *g)
     memmove(&g->plans[i], &g->plans[i + 1], (size_t)(--g->n_plans - i) * sizeof(g->plans[0]));
 }
 
-static struct plan *known_plan(struct kn_gemm *g, const struct kn_gemm_args *a)
+/* Where the plan of a shape stands; -1 = there is none. */
+static int find_plan(const struct kn_gemm *g, const struct kn_gemm_args *a)
 {
-    for (int i = g->n_plans - 1; i >= 0; i--) {
-        struct plan *q = &g->plans[i];
+    int i = g->n_plans - 1;
+
+    for (; i >= 0; i--) {
+        const struct plan *q = &g->plans[i];
 
         if (q->rows == a->rows && q->n == a->n && q->k == a->k && q->add == a->add &&
             q->f32 == a->f32) {
-            return q;
+            break;
         }
     }
-    return NULL;
+    return i;
 }
 
 bool kn_gemm_beaten(const struct kn_gemm *g, const struct kn_gemm_args *a)
 {
-    const struct plan *p = known_plan((struct kn_gemm *)g, a);
+    int i = find_plan(g, a);
 
-    return p && p->beaten;
+    return i >= 0 && g->plans[i].beaten;
 }
 
 bool kn_gemm_restored(const struct kn_gemm *g, const struct kn_gemm_args *a)
 {
-    const struct plan *p = known_plan((struct kn_gemm *)g, a);
+    int i = find_plan(g, a);
 
-    return p && p->restored;
+    return i >= 0 && g->plans[i].restored;
 }
 
 void kn_gemm_set_beaten(struct kn_gemm *g, const struct kn_gemm_args *a, bool beaten)
 {
-    struct plan *p = known_plan(g, a);
+    int i = find_plan(g, a);
 
-    if (p) {
-        p->beaten = beaten;
+    if (i >= 0) {
+        g->plans[i].beaten = beaten;
     }
 }
 
@@ -192,10 +195,10 @@ static struct plan *plan_of(struct kn_gemm *g, const struct kn_gemm_args *a)
 {
     cublasLtMatmulHeuristicResult_t tries[CANDIDATES];
     struct plan p = {.rows = a->rows, .n = a->n, .k = a->k, .add = a->add, .f32 = a->f32};
-    struct plan *known = known_plan(g, a);
+    int known = find_plan(g, a);
 
-    if (known) {
-        return known;
+    if (known >= 0) {
+        return &g->plans[known];
     }
     if (!describe(g, &p) || candidates(g, &p, tries) < 1) {
         drop(&p);

@@ -286,17 +286,7 @@ static void load_tile(const struct item *it, int pos, int n)
 KN_INLINE void
 four_by_one(float *c, const char *a, size_t step, const char *b, int blocks, bool add)
 {
-    if (add) {
-        KN_TILE_LOAD(0, c, KN_TILE_ROW);
-        KN_TILE_LOAD(1, c + 256, KN_TILE_ROW);
-        KN_TILE_LOAD(2, c + 512, KN_TILE_ROW);
-        KN_TILE_LOAD(3, c + 768, KN_TILE_ROW);
-    } else {
-        KN_TILE_ZERO(0);
-        KN_TILE_ZERO(1);
-        KN_TILE_ZERO(2);
-        KN_TILE_ZERO(3);
-    }
+    kn_tile_begin_sums(c, c + 512, add);
     for (int i = 0; i < 3 * blocks; i++) { /* hi lo, hi hi, lo hi */
         const char *x = a + (size_t)(i / 3) * PAIR + (i % 3 == 2 ? CELL : 0);
 
@@ -320,17 +310,7 @@ four_by_one(float *c, const char *a, size_t step, const char *b, int blocks, boo
 KN_INLINE void two_by_two(
     float *const c[2], const char *a, size_t step, const char *const b[2], int blocks, bool add)
 {
-    if (add) {
-        KN_TILE_LOAD(0, c[0], KN_TILE_ROW);
-        KN_TILE_LOAD(1, c[0] + 256, KN_TILE_ROW);
-        KN_TILE_LOAD(2, c[1], KN_TILE_ROW);
-        KN_TILE_LOAD(3, c[1] + 256, KN_TILE_ROW);
-    } else {
-        KN_TILE_ZERO(0);
-        KN_TILE_ZERO(1);
-        KN_TILE_ZERO(2);
-        KN_TILE_ZERO(3);
-    }
+    kn_tile_begin_sums(c[0], c[1], add);
     for (size_t i = 0; i < (size_t)blocks * PAIR; i += PAIR) {
         KN_TILE_LOAD(4, b[0] + i + CELL, KN_TILE_ROW);
         KN_TILE_LOAD(6, a + i, KN_TILE_ROW);

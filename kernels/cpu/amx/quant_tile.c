@@ -191,17 +191,7 @@ KN_INLINE void sums(const struct panel *p,
     size_t step = p->blocks * KN_CELL, stride = to->row * sizeof(float);
     float *out = to->at;
 
-    if (p->b0) {
-        KN_TILE_LOAD(0, from, KN_TILE_ROW);
-        KN_TILE_LOAD(1, from + 256, KN_TILE_ROW);
-        KN_TILE_LOAD(2, from + 512, KN_TILE_ROW);
-        KN_TILE_LOAD(3, from + 768, KN_TILE_ROW);
-    } else {
-        KN_TILE_ZERO(0);
-        KN_TILE_ZERO(1);
-        KN_TILE_ZERO(2);
-        KN_TILE_ZERO(3);
-    }
+    kn_tile_begin_sums(from, from + 512, p->b0 > 0);
     for (size_t i = p->b0 * KN_CELL; i < p->b1 * KN_CELL; i += KN_CELL) {
         KN_TILE_LOAD(4, x + i, KN_TILE_ROW);
         KN_TILE_LOAD(6, w + i, KN_TILE_ROW);

@@ -70,10 +70,7 @@ static void two_by_two(const struct kn_tile_job *j, int row, int real, int tile)
     const char *w = j->tile + (size_t)tile * step;
     BT_ALIGNED(64) float sums[4][KN_SPLIT_BYTES / sizeof(float)];
 
-    KN_TILE_ZERO(0);
-    KN_TILE_ZERO(1);
-    KN_TILE_ZERO(2);
-    KN_TILE_ZERO(3);
+    kn_tile_begin_sums(NULL, NULL, false);
     for (size_t b = 0; b < blocks; b++, x += KN_SPLIT_BYTES, w += KN_SPLIT_BYTES) {
         KN_TILE_LOAD(4, x, KN_TILE_ROW);
         KN_TILE_LOAD(6, w, KN_TILE_ROW);
@@ -103,10 +100,7 @@ static void one_by_four(const struct kn_tile_job *j, int row, int real, int tile
     const char *w = j->tile + (size_t)tile * step;
     BT_ALIGNED(64) float sums[4][KN_SPLIT_BYTES / sizeof(float)];
 
-    KN_TILE_ZERO(0);
-    KN_TILE_ZERO(1);
-    KN_TILE_ZERO(2);
-    KN_TILE_ZERO(3);
+    kn_tile_begin_sums(NULL, NULL, false);
     for (size_t b = 0; b < blocks; b++, x += KN_SPLIT_BYTES, w += KN_SPLIT_BYTES) {
         KN_TILE_LOAD(4, x, KN_TILE_ROW);
         KN_TILE_LOAD(5, w, KN_TILE_ROW);

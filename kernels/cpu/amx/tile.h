@@ -40,9 +40,24 @@ static inline void kn_tile_release(void)
                      : "r"(p), "r"((size_t)(stride))                                               \
                      : "memory")
 #define KN_TILE_ZERO(t) __asm__ volatile("tilezero %%tmm" #t : :)
-/* c += a by b: signed bytes to 32 bits; bf16 to f32. */
-#define KN_TILE_DOT_I8(c, a, b) __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
+/* c += a by b: bf16 to f32. */
 #define KN_TILE_DOT_BF16(c, a, b)                                                                  \
     __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
+
+/* Tiles 0 to 3, in which sums are made: two full ones from a on, two from b on; or zero. */
+static inline void kn_tile_begin_sums(const float *a, const float *b, bool add)
+{
+    if (add) {
+        KN_TILE_LOAD(0, a, KN_TILE_ROW);
+        KN_TILE_LOAD(1, a + 256, KN_TILE_ROW);
+        KN_TILE_LOAD(2, b, KN_TILE_ROW);
+        KN_TILE_LOAD(3, b + 256, KN_TILE_ROW);
+    } else {
+        KN_TILE_ZERO(0);
+        KN_TILE_ZERO(1);
+        KN_TILE_ZERO(2);
+        KN_TILE_ZERO(3);
+    }
+}
 
 #endif
