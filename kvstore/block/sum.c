@@ -160,7 +160,7 @@ unit4_avx512_as(const struct four *f, uint64_t sums[4][8], uint8_t *last, enum s
             __m512i k;
 
             x = _mm512_loadu_si512(f->now[i].from + STRIPE * s);
-            _mm_prefetch(f->next[i] + STRIPE * s, _MM_HINT_T0);
+            _mm_prefetch(f->next[i] + STRIPE * s, _MM_HINT_T1);
             if (how == STORE_PAST) {
                 _mm512_stream_si512((void *)(f->now[i].to + STRIPE * s), x);
             } else if (how == STORE_KEPT) {
@@ -194,7 +194,7 @@ unit4_avx2_as(const struct four *f, uint64_t sums[4][8], uint8_t *last, enum sto
         const __m256i *key = (const __m256i *)(XXH3_kSecret + 8 * s);
 
         for (int i = 0; i < 4; i++) {
-            _mm_prefetch(f->next[i] + STRIPE * s, _MM_HINT_T0);
+            _mm_prefetch(f->next[i] + STRIPE * s, _MM_HINT_T1);
             for (int h = 0; h < 2; h++) {
                 size_t o = STRIPE * s + 32 * (size_t)h;
                 __m256i k;

@@ -45,9 +45,15 @@ static char *page_at(const struct kv_recv *r, uint32_t layer, uint32_t prompt_pa
 }
 
 /* Our pages are TRANSFER until done, so a new generation is somebody's bug, not a race. */
-static bool pages_are_ours(const struct kv_recv *r, uint32_t first, uint32_t n)
+static bool pages_are_ours(const struct kv_piece *piece)
 {
-    for (uint32_t i = first; i < first + n; i++) {
+    const struct kv_recv *r = piece->r;
+    uint32_t theirs = (uint32_t)r->peer->layout.page_tokens;
+    uint32_t ours = (uint32_t)r->end.fmt->layout->page_tokens;
+    uint32_t first = BT_MAX(piece->first_page * theirs / ours, r->first_page);
+    uint32_t end = BT_DIV_UP((piece->first_page + piece->at.n_pages) * theirs, ours);
+
+    for (uint32_t i = first; i < BT_MIN(end, r->n_pages); i++) {
         if (kv_pool_generation(r->end.fmt->pool, r->pages[i]) != r->generations[i]) {
             return false;
         }
@@ -208,7 +214,7 @@ static void judge(struct kv_piece *piece, uint64_t sum)
     struct kv_recv *r = piece->r;
     struct kv_handoff *h = r->end.h;
 
-    if (!pages_are_ours(r, r->first_page, r->n_pages - r->first_page)) {
+    if (!pages_are_ours(piece)) {
         kv_add(&h->stale, 1);
         kv_recv_piece_free(piece);
         kv_recv_fail(r, BT_E_PEER_STALE, "a page changed hands during its transfer");
