@@ -575,7 +575,12 @@ static void shake(struct rt_http_conn *c)
 {
     int rc = rt_http_tls_shake(c);
 
-    if (rc < 0) {
+    if (rc == BT_E_INVALID) {
+        rt_http_tls_close(c); /* the one answer that it can read */
+        c->shaking = false;
+        refuse(c, 400, "this port speaks TLS: use https");
+        bad_request(c);
+    } else if (rc < 0) {
         rt_http_conn_close(c);
     } else {
         want(c);

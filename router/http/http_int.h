@@ -240,7 +240,8 @@ ssize_t rt_http_recv(struct rt_http_conn *c, void *to, size_t n);
 ssize_t rt_http_send(struct rt_http_conn *c, const void *from, size_t n);
 /* Begins TLS where the port has it; BT_E_NOMEM. */
 int rt_http_tls_open(struct rt_http_conn *c) BT_MUST_USE;
-/* Goes on with the handshake: BT_OK = done, BT_PENDING, or BT_E_PEER_PROTOCOL. */
+/* Goes on with the handshake: BT_OK = done, BT_PENDING, or BT_E_PEER_PROTOCOL; BT_E_INVALID = the
+ * other side speaks plain HTTP, and nothing has been sent. */
 int rt_http_tls_shake(struct rt_http_conn *c) BT_MUST_USE;
 /* Says that nothing more will be written, as far as there is room for it. */
 void rt_http_tls_bye(struct rt_http_conn *c);

@@ -34,6 +34,7 @@ int rt_http_tls_open(struct rt_http_conn *c)
 
 int rt_http_tls_shake(struct rt_http_conn *c)
 {
+    bool plain;
     int n;
 
     ERR_clear_error();
@@ -50,9 +51,10 @@ int rt_http_tls_shake(struct rt_http_conn *c)
         c->shake_writes = true;
         return BT_PENDING;
     default:
+        plain = ERR_GET_REASON(ERR_peek_error()) == SSL_R_HTTP_REQUEST;
         c->tls_over = true;
         ERR_clear_error();
-        return BT_E_PEER_PROTOCOL;
+        return plain ? BT_E_INVALID : BT_E_PEER_PROTOCOL;
     }
 }
 

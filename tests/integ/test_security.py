@@ -896,6 +896,22 @@ def test_SEC_05_hostile_handshakes(cluster, site):
     assert rss_mb(p) < before + (30 if SLOW == 1 else 300)
 
 
+def test_plain_http_at_a_tls_port_is_told_so(cluster, site):
+    c = site.start(cluster, prefill=0, decode=1, role="both")
+    for request in (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+                    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 200000\r\n\r\n" + b"x" * 200000):
+        s = socket.create_connection(c.procs["router"].ready["http"].split(":"), 10)
+        s.sendall(request)
+        answer = b""
+        while part := s.recv(4096):
+            answer += part
+        s.close()
+        head, body = answer.split(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 "), answer
+        assert json.loads(body)["error"]["message"] == "this port speaks TLS: use https"
+    assert ask(https(site, c), "GET", "/v1/models")[0].status == 200
+
+
 @pytest.mark.sanitize
 def test_a_slow_reader_over_tls(cluster, site):
     """A client that takes nothing of its answer is dropped; one that takes it slowly gets all of it."""
