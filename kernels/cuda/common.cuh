@@ -62,6 +62,9 @@ int launch(void (*kernel)(P...), dim3 grid, int threads, size_t smem, int cluste
     return cudaLaunchKernelEx(&c, kernel, P(args)...);
 }
 
+// Element `e` of the row of position `pos` in the pages (attn/attn.h).
+__device__ inline int in_page(int pos, int e) { return e ^ (pos & 7) << 3; }
+
 // Rotary embedding, norm and page writes of one head by one warp. Lane holds pairs
 // lane * E .. of D/2, E = D/64 rounded up; `a` and `b` are the two elements of each pair.
 struct HeadPlace {

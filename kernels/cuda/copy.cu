@@ -29,10 +29,13 @@ __global__ void __launch_bounds__(1024) copy_kernel(kn_cuda_copy_args a)
     }
 }
 
-// A unit is a page in a layer.
+// Pages on the device are permuted (attn/attn.h), others are not: what is read at i comes from the place
+// where the other side has it, either way. A unit is a page in a layer.
 __global__ void __launch_bounds__(1024) pages_kernel(kn_cuda_pages_args a)
 {
     size_t n = a.page_stride / 16, step = blockDim.x;
+    int row = __ffs(a.head_bytes / 16) - 1;
+    auto place = [row](size_t i) { return i ^ (i >> row & 7); };
     long units = (long)a.n * a.n_layers;
 
     for (long u = blockIdx.x; u < units; u += gridDim.x) {
@@ -43,7 +46,8 @@ __global__ void __launch_bounds__(1024) pages_kernel(kn_cuda_pages_args a)
         size_t i = threadIdx.x;
 
         for (; i + 3 * step < n; i += 4 * step) {
-            uint4 v0 = from[i], v1 = from[i + step], v2 = from[i + 2 * step], v3 = from[i + 3 * step];
+            uint4 v0 = from[place(i)], v1 = from[place(i + step)], v2 = from[place(i + 2 * step)],
+                  v3 = from[place(i + 3 * step)];
 
             to[i] = v0;
             to[i + step] = v1;
@@ -51,7 +55,7 @@ __global__ void __launch_bounds__(1024) pages_kernel(kn_cuda_pages_args a)
             to[i + 3 * step] = v3;
         }
         for (; i < n; i += step)
-            to[i] = from[i];
+            to[i] = from[place(i)];
     }
 }
 
@@ -74,7 +78,7 @@ __global__ void __launch_bounds__(1024) rows_kernel(kn_cuda_pages_args a)
         size_t at = (size_t)layer * a.layer_stride + (size_t)page * a.page_stride +
                     ((size_t)head * a.page_tokens + (a.pos[row] & (a.page_tokens - 1))) *
                         a.head_bytes;
-        ((uint4 *)(a.to + at))[lane] = ((const uint4 *)(a.from + at))[lane];
+        ((uint4 *)(a.to + at))[lane] = ((const uint4 *)(a.from + at))[lane ^ (a.pos[row] & 7)];
     }
 }
 

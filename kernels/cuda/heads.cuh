@@ -41,6 +41,7 @@ __device__ inline void finish_head(const kn_cuda_heads &h, const HeadRow<E> &r, 
     int lane = threadIdx.x & 31, half = h.head_dim / 2;
     bool is_q = head < h.n_heads, is_v = head >= h.n_heads + h.n_kv_heads;
     const float *w = is_q ? h.q_norm : h.k_norm;
+    int turn = 0; // of places in the page
     T *dst;
 
     if (w && !is_v) {
@@ -87,10 +88,11 @@ __device__ inline void finish_head(const kn_cuda_heads &h, const HeadRow<E> &r, 
 
         dst = (T *)(page + (is_v ? h.page_stride / 2 : 0)) +
               ((size_t)kvh * h.page_tokens + (r.pos & (h.page_tokens - 1))) * h.head_dim;
+        turn = r.pos;
     }
     if (E == 2 && !h.interleaved) { // two neighbours in each half
-        *(Vec2<T> *)(dst + lane * 2) = Vec2<T>{{from_f<T>(va[0]), from_f<T>(va[E - 1])}};
-        *(Vec2<T> *)(dst + half + lane * 2) = Vec2<T>{{from_f<T>(vb[0]), from_f<T>(vb[E - 1])}};
+        *(Vec2<T> *)(dst + in_page(turn, lane * 2)) = Vec2<T>{{from_f<T>(va[0]), from_f<T>(va[E - 1])}};
+        *(Vec2<T> *)(dst + in_page(turn, half + lane * 2)) = Vec2<T>{{from_f<T>(vb[0]), from_f<T>(vb[E - 1])}};
         return;
     }
 #pragma unroll
@@ -100,8 +102,8 @@ __device__ inline void finish_head(const kn_cuda_heads &h, const HeadRow<E> &r, 
         if (p < half) {
             HeadPlace at = pair_at(p, half, h.interleaved);
 
-            dst[at.a] = from_f<T>(va[j]);
-            dst[at.b] = from_f<T>(vb[j]);
+            dst[in_page(turn, at.a)] = from_f<T>(va[j]);
+            dst[in_page(turn, at.b)] = from_f<T>(vb[j]);
         }
     }
 }

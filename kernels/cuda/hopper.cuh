@@ -58,6 +58,14 @@ __device__ inline void copy_box(void *dst, const CUtensorMap *m, int c, int r, u
                  "l"(m), "r"(c), "r"(r), "r"(smem_addr(b))
                  : "memory");
 }
+// What is read once in a pass leaves the second-level cache first.
+__device__ inline uint64_t read_once()
+{
+    uint64_t policy;
+
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
 __device__ inline void prefetch_box(const CUtensorMap *m, int c, int r)
 {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(m), "r"(c),

@@ -223,7 +223,8 @@ struct kn_cuda_copy_args {
 };
 int kn_cuda_copy_blocks(const struct kn_cuda_copy_args *a, kn_cuda_stream s);
 
-/* Pages between two pools of one layout, the device's and its copy in pinned host memory. */
+/* Pages between two pools of one layout, the device's and its copy in pinned host memory. Heads of
+ * 64 or 128; of the two, the device's has the pieces of its rows permuted (attn/attn.h). */
 struct kn_cuda_pages_args {
     const char *from;
     char *to;

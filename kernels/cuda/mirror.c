@@ -1,6 +1,6 @@
 /* The pool's copy in host memory. Pages live on the device; whatever else touches K and V
- * (transfers, tiers, the block server, the keeper, adoption) sees the copy, which has the same
- * layout.
+ * (transfers, tiers, the block server, the keeper, adoption) sees the copy, which has the layout of
+ * kvstore/block/layout.h; the device's rows are permuted besides (attn/attn.h), copy.cu does it.
  *
  * Rows are written through: a step of decoding copies its few rows behind itself, any other pass
  * copies each layer on a stream of its own while the next ones are computed. Pages that somebody

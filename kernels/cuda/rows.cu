@@ -199,6 +199,7 @@ __global__ void __launch_bounds__(256)
     for (int i = 0; i < HEAD_TURNS; i++) {
         int head = first + i * side, kv = head - h.n_heads;
         T *dst = q_row + (size_t)head * h.head_dim;
+        int turn = 0; // of places in the page
 
         if (head >= heads || (kv >= 0 && page < 0))
             continue;
@@ -209,6 +210,7 @@ __global__ void __launch_bounds__(256)
                   ((size_t)(is_v ? kv - h.n_kv_heads : kv) * h.page_tokens +
                    (pos & (h.page_tokens - 1))) *
                       h.head_dim;
+            turn = pos;
         }
 #pragma unroll
         for (int e = 0; e < 8; e++) {
@@ -223,8 +225,8 @@ __global__ void __launch_bounds__(256)
             a[i].v[e] = from_f<T>(at.x);
             b[i].v[e] = from_f<T>(at.y);
         }
-        *(Vec8<T> *)(dst + p) = a[i];
-        *(Vec8<T> *)(dst + half + p) = b[i];
+        *(Vec8<T> *)(dst + in_page(turn, p)) = a[i];
+        *(Vec8<T> *)(dst + in_page(turn, half + p)) = b[i];
     }
 }
 

@@ -61,13 +61,14 @@ template <int D> __device__ void produce(const Args &args, Ring &ring, char *sta
     Units<D> units(a);
     const Walk piece = units.start();
     int lane = threadIdx.x & 31, dealt = 0;
+    const uint64_t policy = read_once();
 
     for (int ph = 0; ph < a.n_phases; ph++) {
         const kn_cuda_step_phase &p = a.phases[ph];
         int n = groups_of(p);
 
         if (!p.w) {
-            produce_kv<D>(units, p, piece, f, stages);
+            produce_kv<D>(units, p, piece, f, stages, policy);
             continue;
         }
         for (int g = first_group(dealt); g < n; g += gridDim.x) {
@@ -78,7 +79,7 @@ template <int D> __device__ void produce(const Args &args, Ring &ring, char *sta
                 int s = f.next(bytes * GROUP);
 
                 if (lane < GROUP)
-                    copy_row(stages + s * STAGE + lane * ROW_BYTES, row + c, bytes, &ring.full[s]);
+                    copy_row(stages + s * STAGE + lane * ROW_BYTES, row + c, bytes, &ring.full[s], policy);
             }
         }
         dealt += n;
@@ -295,9 +296,9 @@ template <typename T> struct Products {
             T *kv = (T *)((char *)p.kv + (size_t)page * hd.page_stride + (is_v ? hd.page_stride / 2 : 0)) +
                     in_head * hd.head_dim;
 
-            *(uint32_t *)(kv + to.a) = wa;
+            *(uint32_t *)(kv + in_page(sh.pos[row], to.a)) = wa;
             if (!hd.interleaved)
-                *(uint32_t *)(kv + to.b) = wb;
+                *(uint32_t *)(kv + in_page(sh.pos[row], to.b)) = wb;
         }
     }
 

@@ -90,11 +90,11 @@ struct Feeder {
     }
 };
 
-__device__ inline void copy_row(void *dst, const void *src, uint32_t bytes, uint64_t *b)
+__device__ inline void copy_row(void *dst, const void *src, uint32_t bytes, uint64_t *b, uint64_t policy)
 {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-                     "r"(smem_addr(dst)),
-                 "l"(src), "r"(bytes), "r"(smem_addr(b))
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1], %2, [%3], %4;" ::"r"(smem_addr(dst)),
+                 "l"(src), "r"(bytes), "r"(smem_addr(b)), "l"(policy)
                  : "memory");
 }
 

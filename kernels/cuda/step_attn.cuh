@@ -78,7 +78,8 @@ template <int D> struct Units {
 
 // The feeding warp: past positions of the block's units.
 template <int D>
-__device__ void produce_kv(const Units<D> &u, const kn_cuda_step_phase &p, Walk w, Feeder &f, char *stages)
+__device__ void produce_kv(const Units<D> &u, const kn_cuda_step_phase &p, Walk w, Feeder &f, char *stages,
+                           uint64_t policy)
 {
     const kn_cuda_step_args &a = u.a;
     int lane = threadIdx.x & 31, part = lane / 16, tokens = a.heads.page_tokens;
@@ -100,7 +101,7 @@ __device__ void produce_kv(const Units<D> &u, const kn_cuda_step_phase &p, Walk 
 
         if (n > 0)
             copy_row(stages + s * STAGE + part * (STAGE / 2) + first * D * 2, src, (uint32_t)n * D * 2,
-                     &f.ring.full[s]);
+                     &f.ring.full[s], policy);
         u.next(w);
     }
 }
@@ -198,12 +199,12 @@ template <typename T, int D> struct Attention {
         return qkv + (size_t)w.row * p.x_stride +
                (a.heads.n_heads + lane / 16 * a.heads.n_kv_heads + w.head) * D + lane % (D / 8) * 8;
     }
-    // K and V of the new position into row `at` of the stage.
+    // K and V of the new position into row `at` of the stage, permuted like those from the pages.
     __device__ void put_new(const Walk &w, char *stage, int at)
     {
         settle(fresh, fresh_at(w));
         if (lane % 16 < D / 8)
-            *(uint4 *)(stage + lane / 16 * (STAGE / 2) + at * D * 2 + lane % 16 * 16) = fresh;
+            *(uint4 *)(stage + lane / 16 * (STAGE / 2) + at * D * 2 + in_page(at, lane % 16 * 8) * 2) = fresh;
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // the copy engine writes here next
         __syncwarp();
     }
@@ -211,16 +212,13 @@ template <typename T, int D> struct Attention {
     // Scores of positions `first` + 2 t, + 1, + 8, + 9 of the tile.
     __device__ inline void scores(const char *k, float (&s)[2][4])
     {
-        int odd = g & 1;
-
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             s[h][0] = s[h][1] = s[h][2] = s[h][3] = 0;
 #pragma unroll
             for (int i = 0; i < KG; i++) {
-                const uint4 *r = (const uint4 *)(k + (h * 8 + g) * D * 2 + i * 128 + t * 32);
-                uint4 x = r[odd], y = r[odd ^ 1];
-                uint4 lo = odd ? y : x, hi = odd ? x : y;
+                const uint4 *r = (const uint4 *)(k + (h * 8 + g) * D * 2 + i * 128);
+                uint4 lo = r[2 * t ^ g], hi = r[(2 * t + 1) ^ g];
 
                 mma<T>(s[h], q[i * 8], 0, q[i * 8 + 1], 0, lo.x, lo.y);
                 mma<T>(s[h], q[i * 8 + 2], 0, q[i * 8 + 3], 0, lo.z, lo.w);
@@ -237,20 +235,20 @@ template <typename T, int D> struct Attention {
     __device__ inline void products(const char *v, uint32_t w0, uint32_t w1, int left)
     {
         uint4 x[4][KG];
-        int turn = t & 1;
+        int turn = g & 1, piece = g * KG;
 
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            int r = 2 * t + (i & 1) + (i >> 1) * 8;
-            const uint4 *at = (const uint4 *)(v + r * D * 2 + g * KG * 16);
+            int r = 2 * t + (i & 1) + (i >> 1) * 8, by = r & 7;
+            const uint4 *at = (const uint4 *)(v + r * D * 2);
 
             if (KG == 2) {
-                uint4 y = at[turn], z = at[turn ^ 1];
+                uint4 y = at[(piece + turn) ^ by], z = at[(piece + (turn ^ 1)) ^ by];
 
                 x[i][0] = turn ? z : y;
                 x[i][KG - 1] = turn ? y : z;
             } else {
-                x[i][0] = at[0];
+                x[i][0] = at[piece ^ by];
             }
             if (r >= left) { // what lies there may be anything
 #pragma unroll

@@ -246,7 +246,13 @@ void rig_upload(struct rig *r)
     upload(r->d_ctx, r->ctx, sizeof(r->ctx));
     upload(r->d_pages, r->pages, (size_t)r->n_seqs * (size_t)r->pages_stride * 4);
     if (r->kv) {
-        upload(r->d_kv, r->kv, r->layer_bytes);
+        char *x = host_alloc(r->layer_bytes);
+
+        for (size_t i = 0; i < r->layer_bytes / 16; i++) {
+            memcpy(x + kn_cuda_attn_piece(i, r->shape.head_dim) * 16, (char *)r->kv + i * 16, 16);
+        }
+        upload(r->d_kv, x, r->layer_bytes);
+        free(x);
     }
 }
 

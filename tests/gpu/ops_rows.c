@@ -128,6 +128,72 @@ static void check_copy(void)
     mat_free(&to);
 }
 
+/* Pages and rows between a device's pool, permuted, and a plain one: every piece that is named
+ * moves to its place, no other is touched. */
+static void check_pages(int head_dim, int page_tokens)
+{
+    enum { LAYERS = 3, PAGES = 11, HEADS = 2, N = 5, ROWS = 6 };
+    static const uint32_t pages[N] = {7, 0, 10, 3, 4};
+    static const int32_t pos[ROWS] = {0, 13, 27, 6, 255, 1000}, page[ROWS] = {2, 9, -1, 10, 0, 5};
+    size_t stride = 2 * HEADS * (size_t)(page_tokens * head_dim * 2), layer = stride * PAGES;
+    struct mat plain = mat_new(KN_CUDA_BF16, LAYERS * layer / 2, 1),
+               paged = mat_new(KN_CUDA_BF16, plain.n, 1), back = mat_new(KN_CUDA_BF16, plain.n, 1);
+    uint16_t *want = malloc(plain.n * 2);
+    struct kn_cuda_pages_args a = {.from = plain.d,
+                                   .to = paged.d,
+                                   .layer_stride = layer,
+                                   .page_stride = stride,
+                                   .n_layers = LAYERS,
+                                   .blocks = 3,
+                                   .pages = to_device(pages, sizeof(pages)),
+                                   .n = N,
+                                   .pos = to_device(pos, sizeof(pos)),
+                                   .page = to_device(page, sizeof(page)),
+                                   .rows = ROWS,
+                                   .page_tokens = page_tokens,
+                                   .n_kv_heads = HEADS,
+                                   .head_bytes = head_dim * 2};
+
+    memcpy(want, paged.h, plain.n * 2);
+    for (int i = 0; i < LAYERS * N; i++) {
+        size_t at = (size_t)(i / N) * layer + pages[i % N] * stride;
+
+        for (size_t k = 0; k < stride / 16; k++) {
+            memcpy((char *)want + at + kn_cuda_attn_piece(k, head_dim) * 16,
+                   (char *)plain.h + at + k * 16, 16);
+        }
+    }
+    must(kn_cuda_copy_pages(&a, NULL), "copy pages");
+    mat_fetch(&paged);
+    check(memcmp(paged.h, want, plain.n * 2) == 0, "pages of %d, heads of %d, to the device",
+          page_tokens, head_dim);
+
+    memcpy(want, back.h, plain.n * 2);
+    for (int i = 0; i < LAYERS * ROWS * 2 * HEADS; i++) {
+        int r = i % ROWS, head = i / ROWS % (2 * HEADS);
+        size_t first = (size_t)(head * page_tokens + pos[r] % page_tokens) * (size_t)head_dim / 8;
+        size_t at = (size_t)(i / ROWS / (2 * HEADS)) * layer + (size_t)page[r] * stride;
+
+        for (size_t k = first; page[r] >= 0 && k < first + (size_t)head_dim / 8; k++) {
+            memcpy((char *)want + at + k * 16,
+                   (char *)paged.h + at + kn_cuda_attn_piece(k, head_dim) * 16, 16);
+        }
+    }
+    a.from = paged.d;
+    a.to = back.d;
+    must(kn_cuda_copy_rows(&a, NULL), "copy rows");
+    mat_fetch(&back);
+    check(memcmp(back.h, want, plain.n * 2) == 0,
+          "rows of pages of %d, heads of %d, from the device", page_tokens, head_dim);
+    cudaFree((void *)(uintptr_t)a.pages);
+    cudaFree((void *)(uintptr_t)a.pos);
+    cudaFree((void *)(uintptr_t)a.page);
+    free(want);
+    mat_free(&plain);
+    mat_free(&paged);
+    mat_free(&back);
+}
+
 /* kernels/model/rope.c */
 void kn_rope_angles(
     const float *freqs, int head_dim, bool interleaved, int pos, float *ret_cos_sin);
@@ -193,6 +259,8 @@ void check_rows(bool quick)
     }
     check_embed();
     check_copy();
+    check_pages(64, 8);
+    check_pages(128, 64);
     check_angles();
     check_memory();
 }

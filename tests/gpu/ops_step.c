@@ -191,14 +191,16 @@ static void run_free(struct run *r)
     free(r->ref_logits);
 }
 
-/* Element of K (part 0) or V of a position. */
-static size_t kv_at(const struct run *r, int row, int part, int head, int pos)
+/* Element d of K (part 0) or V of a position. */
+static size_t kv_at(const struct run *r, int row, int part, int head, int pos, int d)
 {
     int pt = r->s.page_tokens;
     size_t page = r->pages[row * r->pages_stride + pos / pt];
 
-    return page * r->page_elems + (size_t)part * r->page_elems / 2 +
-           (size_t)(head * pt + pos % pt) * (size_t)r->s.head_dim;
+    size_t at =
+        (size_t)part * r->page_elems / 2 + (size_t)((head * pt + pos % pt) * r->s.head_dim + d);
+
+    return page * r->page_elems + kn_cuda_attn_piece(at / 8, r->s.head_dim) * 8 + at % 8;
 }
 
 /* A step's rows; what lies at positions that do not exist yet becomes NaN. */
@@ -226,11 +228,11 @@ static void new_step(struct run *r, int step)
         memset(kv->h, 0xff, kv->n * 2);
         for (int q = 0; q < ROWS; q++) {
             for (int i = 0; i < (r->ctx[q] - 1) * 2 * s->n_kv_heads; i++) {
-                size_t at = kv_at(r, q, i & 1, i / 2 % s->n_kv_heads, i / 2 / s->n_kv_heads);
-
                 for (int d = 0; d < s->head_dim; d++) {
-                    kv->h[at + (size_t)d] = to_16(s->t, rnd_float() * 2);
-                    kv->f[at + (size_t)d] = from_16(s->t, kv->h[at + (size_t)d]);
+                    size_t at = kv_at(r, q, i & 1, i / 2 % s->n_kv_heads, i / 2 / s->n_kv_heads, d);
+
+                    kv->h[at] = to_16(s->t, rnd_float() * 2);
+                    kv->f[at] = from_16(s->t, kv->h[at]);
                 }
             }
         }
@@ -300,23 +302,20 @@ static void ref_attention(const struct run *r, int l, int row, const double *qkv
         const double *q = qkv + h * dim;
 
         for (int p = 0; p < n; p++) {
-            const float *k = kv->f + kv_at(r, row, 0, h / group, p);
-
             w[p] = 0;
             for (int d = 0; d < dim; d++) {
-                w[p] += q[d] * (double)k[d];
+                w[p] += q[d] * (double)kv->f[kv_at(r, row, 0, h / group, p, d)];
             }
             w[p] *= (double)r->a.scale;
             top = fmax(top, w[p]);
         }
         memset(o, 0, (size_t)dim * sizeof(*o));
         for (int p = 0; p < n; p++) {
-            const float *v = kv->f + kv_at(r, row, 1, h / group, p);
             double e = exp(w[p] - top);
 
             sum += e;
             for (int d = 0; d < dim; d++) {
-                o[d] += e * (double)v[d];
+                o[d] += e * (double)kv->f[kv_at(r, row, 1, h / group, p, d)];
             }
         }
         for (int d = 0; d < dim; d++) {
@@ -347,8 +346,8 @@ static void ref_layer(struct run *r, int l, int row, double *x)
 
         qkv[i] = round_to(s->t, qkv[i]);
         if (head >= 0 && r->ctx[row] > 0) {
-            y->kv.f[kv_at(r, row, head >= s->n_kv_heads, head % s->n_kv_heads, r->pos[row]) +
-                    (size_t)(i % s->head_dim)] = (float)qkv[i];
+            y->kv.f[kv_at(r, row, head >= s->n_kv_heads, head % s->n_kv_heads, r->pos[row],
+                          i % s->head_dim)] = (float)qkv[i];
         }
     }
     ref_attention(r, l, row, qkv, att);
@@ -539,9 +538,8 @@ static double page_error(struct run *r, int l, int row)
         return 0;
     }
     for (int i = 0; i < 2 * s->n_kv_heads; i++) {
-        size_t at = kv_at(r, row, i & 1, i / 2, r->pos[row]);
-
-        for (size_t k = at; k < at + (size_t)s->head_dim; k++) {
+        for (int e = 0; e < s->head_dim; e++) {
+            size_t k = kv_at(r, row, i & 1, i / 2, r->pos[row], e);
             double x = (double)from_16(s->t, kv->h[k]) - (double)kv->f[k];
 
             d += x * x;

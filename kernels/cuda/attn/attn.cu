@@ -70,8 +70,10 @@ struct choice {
 
 template <typename T, int D> choice decode_choice()
 {
-    return {(const void *)attn::unit_kernel<T, D, 1, kn_attn_decode_blocks(D)>,
-            sizeof(attn::unit_smem<D, 1>)};
+    constexpr int S = KN_ATTN_DECODE_STAGES;
+
+    return {(const void *)attn::unit_kernel<T, D, 1, S, kn_attn_decode_blocks(D)>,
+            sizeof(attn::unit_smem<D, 1, S>)};
 }
 
 template <typename T, int D> choice prefill_choice(bool invariant)
@@ -131,7 +133,7 @@ int page_map(const kn_cuda_attn_shape *s, const void *kv, CUtensorMap *map)
                          s->dtype == KN_CUDA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                                   : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
                          4, (void *)kv, size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                         CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                         CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 
     return rc == CUDA_SUCCESS ? 0 : cudaErrorInvalidValue;

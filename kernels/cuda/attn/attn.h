@@ -1,8 +1,10 @@
 /* Attention over paged K and V in device memory: what this folder offers to the CUDA back end.
  *
  * Pages lie as kvstore/block/layout.h says: page p of the current layer starts `page_stride` bytes
- * times p after `kv` and holds K [Hkv][page_tokens][D], then V [Hkv][page_tokens][D]. Rows of q are
- * packed over the sequences of a call; row r of a sequence stands at absolute position
+ * times p after `kv` and holds K [Hkv][page_tokens][D], then V [Hkv][page_tokens][D]; but in each
+ * 128 bytes of the row of position r, piece c of 16 bytes lies at c ^ (r & 7) (kn_cuda_attn_piece),
+ * so that what copies whole runs to shared memory has them there as ldmatrix and wgmma want. Rows
+ * of q are packed over the sequences of a call; row r of a sequence stands at absolute position
  * ctx_len - rows + r and sees positions 0 .. its own, all from the pages (the rows' own K and V are
  * written before). Query head h reads KV head h / (n_heads / n_kv_heads).
  *
@@ -36,6 +38,12 @@
 
 #ifdef __cplusplus
 extern "C" {
+#endif
+
+#ifdef __CUDACC__
+#define KN_ATTN_BOTH __host__ __device__ constexpr
+#else
+#define KN_ATTN_BOTH static inline
 #endif
 
 struct CUstream_st; /* a CUstream or cudaStream_t points to it */
@@ -74,6 +82,12 @@ struct kn_cuda_attn_args {
     void *workspace;   /* kn_cuda_attn_workspace() bytes, 256-byte aligned, one call at a time; the
                           caller zeroes it once, before its first use */
 };
+
+/* Where piece i of 16 bytes of a pool lies, counted from the start of a page. Its own inverse. */
+KN_ATTN_BOTH size_t kn_cuda_attn_piece(size_t i, int head_dim)
+{
+    return i ^ (i / (size_t)(head_dim / 8) & 7);
+}
 
 /* Bytes of a plan and of the workspace for calls of at most so many sequences, rows and positions.
  * Both serve prefill and decode. */

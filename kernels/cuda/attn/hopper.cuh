@@ -69,6 +69,25 @@ copy_box(uint32_t dst, const CUtensorMap *map, uint32_t full, int x, int y, int 
                  : "memory");
 }
 
+/* What is read once in a pass leaves the second-level cache first. */
+__device__ __forceinline__ uint64_t read_once()
+{
+    uint64_t policy;
+
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+/* A run of memory, 16-byte aligned, a multiple of 16 bytes. */
+__device__ __forceinline__ void
+copy_run(uint32_t dst, const void *src, uint32_t bytes, uint32_t full, uint64_t policy)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+                 "[%0], [%1], %2, [%3], %4;" ::"r"(dst),
+                 "l"(src), "r"(bytes), "r"(full), "l"(policy)
+                 : "memory");
+}
+
 /* Ordinary writes to shared memory become visible to tensor cores and the copy engine. */
 __device__ __forceinline__ void fence_async()
 {

@@ -21,12 +21,6 @@
 extern "C" {
 #endif
 
-#ifdef __CUDACC__
-#define KN_ATTN_BOTH __host__ __device__ constexpr
-#else
-#define KN_ATTN_BOTH static inline
-#endif
-
 #define KN_ATTN_UNIT  128
 #define KN_ATTN_GROUP 8
 
@@ -64,11 +58,14 @@ struct kn_attn_cut {
 #define KN_ATTN_DECODE_ROWS  16
 #define KN_ATTN_PREFILL_ROWS 128
 
-/* Blocks of decode on a multiprocessor: bound by shared memory at 128, by registers at 64. */
+/* Blocks of decode on a multiprocessor, and stages of the ring of each (K or V of a unit): 128 KiB
+ * under way in both cases. Memory is fastest with few long runs asked for at a time, and one block
+ * computes fast enough where a unit is 64 KiB. */
 KN_ATTN_BOTH int kn_attn_decode_blocks(int head_dim)
 {
-    return head_dim == 128 ? 3 : 4;
+    return head_dim == 128 ? 1 : 2;
 }
+#define KN_ATTN_DECODE_STAGES 4
 
 struct kn_attn_cut kn_attn_cut_decode(const struct kn_cuda_attn_shape *s);
 struct kn_attn_cut kn_attn_cut_prefill(const struct kn_cuda_attn_shape *s);

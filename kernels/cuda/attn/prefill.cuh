@@ -4,7 +4,8 @@
  * warpgroup, scores of the next unit and products of the last one under way together.
  *
  * Feeding: one warp copies K and V by the tensor copy engine, a box for each page (or 128 positions
- * of a larger one) and 64 columns, through a ring of two stages each; three warps copy q of the
+ * of a larger one) and 64 columns, through a ring of two stages each. Pages are permuted already
+ * (attn.h), so boxes of 8 and more rows come as the products want them. Three warps copy q of the
  * next item while the last unit of the current one is worked on. Items come from the plan, a run
  * for each block; the ring goes on from item to item.
  *
@@ -212,7 +213,7 @@ template <typename T, int D, bool INVARIANT> struct feeder {
     }
 };
 
-/* The three warps that copy q, rows permuted as the copy engine would. */
+/* The three warps that copy q, rows permuted as those of the pages. */
 template <typename T, int D, bool INVARIANT>
 __device__ __forceinline__ void
 feed_q(const launch &p, places<D, INVARIANT> at, int off, int i, int end)

@@ -1,31 +1,34 @@
-/* The kernel of units: packed rows in blocks of 16 * MT, a block of four warps, K and V by
- * cp.async. Decode at the card's read rate (MT = 1).
+/* The kernel of units: packed rows in blocks of 16 * MT; four warps that compute, and one that
+ * feeds them with K and V by bulk copies. Decode at the card's read rate (MT = 1).
  *
  * Work: items of the plan, a unit of 128 positions at a time. Scores: each warp has 32 positions of
  * the unit and all rows. Products with V: each warp has a quarter of the columns and all positions,
- * so that every sum is one chain and no sums meet across warps. K and V of a unit lie in shared
- * memory once, the next unit's K is fetched as soon as the scores are done, V as soon as the
- * products are: with several blocks on a multiprocessor enough is always under way.
+ * so that every sum is one chain and no sums meet across warps. K and V of a page and head are one
+ * run of memory each, copied whole: that is what memory is fastest at. They go through a ring, K of
+ * a unit, then its V, which the feeding warp fills as soon as a stage is free, on from item to
+ * item.
  *
  * Shared memory: rows of K, V, Q and weights with their 16-byte pieces permuted by row, so that
- * ldmatrix and cp.async meet no bank twice. */
+ * ldmatrix meets no bank twice. K and V lie so in the pages already (attn.h). */
 #ifndef KN_CUDA_ATTN_UNIT_CUH
 #define KN_CUDA_ATTN_UNIT_CUH
 
 #include "kernels/cuda/attn/args.cuh"
+#include "kernels/cuda/attn/hopper.cuh"
 
 namespace attn {
 
 constexpr int UNIT = KN_ATTN_UNIT;
-constexpr int UNIT_THREADS = 128;
+constexpr int UNIT_CONSUMERS = 128;
+constexpr int UNIT_THREADS = UNIT_CONSUMERS + 32;
 
-template <int D, int MT> struct unit_smem {
-    uint16_t k[UNIT * D];
-    uint16_t v[UNIT * D];
+template <int D, int MT, int S> struct unit_smem {
+    uint16_t kv[S][UNIT * D];
     uint16_t q[16 * MT * D];
     uint16_t p[16 * MT * UNIT];
     float max[4][16 * MT];
     float sum[4][16 * MT][4];
+    uint64_t full[S], free[S];
     int flag;
 };
 
@@ -197,88 +200,177 @@ struct cursor {
     int ctx;  /* positions in the pages */
     int rows; /* rows of the sequence in this call */
     int unit;
-    uint32_t page; /* lane i: page of positions 8 i .. of the unit */
+
+    __device__ __forceinline__ void load(const launch &p, int off, int i)
+    {
+        it = plan_item(p.plan, off, i);
+        ctx = __ldg(p.ctx_len + it.seq);
+        rows = __ldg(p.row_start + it.seq + 1) - __ldg(p.row_start + it.seq);
+        unit = it.unit0;
+    }
+    /* Positions of the unit that exist. */
+    __device__ __forceinline__ int there() const
+    {
+        return min(UNIT, ctx - unit * UNIT);
+    }
 };
 
-template <typename T, int D, int MT> struct unit_block {
+/* The warp that copies K and V: a run of a page and head by a lane. */
+template <int D, int MT, int S> struct unit_feeder {
+    static constexpr int W = D * 2; /* bytes of a row of K */
+
+    const launch &p;
+    const uint32_t kv, full, free; /* of the first stage */
+    const int lane, piece_rows;
+    const uint64_t policy;
+    ring<S> at;
+
+    __device__ unit_feeder(const launch &p_, unit_smem<D, MT, S> &sm)
+        : p(p_), kv(smem_u32(sm.kv)), full(smem_u32(sm.full)), free(smem_u32(sm.free)),
+          lane(threadIdx.x % 32), piece_rows(min(UNIT, 1 << p_.page_shift)),
+          policy(read_once()), at{0, 1}
+    {
+    }
+
+    /* Lane i: the page of the i-th piece of a unit. */
+    __device__ __forceinline__ uint32_t page_of(const cursor &c)
+    {
+        int first = lane * piece_rows, pos = c.unit * UNIT + first;
+
+        return first < c.there()
+                   ? __ldg(p.pages + (size_t)c.it.seq * p.pages_stride + (pos >> p.page_shift))
+                   : 0;
+    }
+
+    /* K (part 0) or V (part 1) of a unit to the next stage. */
+    __device__ __forceinline__ void copy(const cursor &c, uint32_t page, int part)
+    {
+        const int first = lane * piece_rows, there = c.there(), n = min(piece_rows, there - first);
+        const int row = (c.unit * UNIT + first) & ((1 << p.page_shift) - 1);
+        const uint32_t b = full + at.stage * 8;
+
+        barrier_wait(free + at.stage * 8, at.parity);
+        if (lane == 0) {
+            barrier_expect(b, (uint32_t)(there * W));
+        }
+        __syncwarp();
+        if (n > 0) {
+            const size_t head = (size_t)(part * p.n_kv_heads + c.it.kv_head) << p.page_shift;
+
+            copy_run(kv + (uint32_t)((at.stage * UNIT + first) * W),
+                     p.kv + page * p.page_stride + (head + row) * W, (uint32_t)(n * W), b, policy);
+        }
+        at.next();
+    }
+
+    __device__ __forceinline__ void run(int off, int i, int end)
+    {
+        bool waited = false;
+        cursor c;
+
+        c.load(p, off, i);
+        uint32_t page = page_of(c);
+        for (;;) {
+            cursor next = c;
+            bool more = true;
+
+            if (++next.unit == c.it.unit1) {
+                more = ++i < end;
+                if (more) {
+                    next.load(p, off, i);
+                }
+            }
+            uint32_t next_page = more ? page_of(next) : 0;
+
+            /* Positions before those of this call lie in the pages already. */
+            if (!waited && (c.unit + 1) * UNIT > c.ctx - c.rows) {
+                grid_wait();
+                waited = true;
+            }
+            copy(c, page, 0);
+            copy(c, page, 1);
+            if (!more) {
+                return;
+            }
+            c = next;
+            page = next_page;
+        }
+    }
+};
+
+/* The four warps that compute. */
+template <typename T, int D, int MT, int S> struct unit_block {
     static constexpr int M = KN_ATTN_DECODE_ROWS * MT;
     static constexpr int NT = D / 32; /* n8 tiles of V's columns a warp */
     static constexpr int W = D * 2;   /* bytes of a row of K */
 
     const launch &p;
-    unit_smem<D, MT> &sm;
+    unit_smem<D, MT, S> &sm;
     const int warp, lane, g, t;
+    ring<S> at;
     int limit[MT][2]; /* last position that a row sees */
     int n_valid;      /* rows of the block that exist */
     /* The sum of the current run of units, and of whole groups before it. */
     float acc[MT][NT][4], all[MT][NT][4];
     float acc_m[MT][2], acc_l[MT][2], all_m[MT][2], all_l[MT][2];
 
-    __device__ unit_block(const launch &p_, unit_smem<D, MT> &sm_)
-        : p(p_), sm(sm_), warp(threadIdx.x / 32), lane(threadIdx.x % 32), g(lane / 4), t(lane % 4)
+    __device__ unit_block(const launch &p_, unit_smem<D, MT, S> &sm_)
+        : p(p_), sm(sm_), warp(threadIdx.x / 32), lane(threadIdx.x % 32), g(lane / 4),
+          t(lane % 4), at{0, 0}
     {
     }
 
-    __device__ __forceinline__ void load_item(cursor &c, int off, int i)
+    __device__ __forceinline__ void sync()
     {
-        c.it = plan_item(p.plan, off, i);
-        c.ctx = __ldg(p.ctx_len + c.it.seq);
-        c.rows = __ldg(p.row_start + c.it.seq + 1) - __ldg(p.row_start + c.it.seq);
-        c.unit = c.it.unit0;
+        named_sync<UNIT_CONSUMERS>(1);
     }
 
-    __device__ __forceinline__ void load_pages(cursor &c)
+    /* The next stage, once it is there. */
+    __device__ __forceinline__ uint32_t wait_stage()
     {
-        int pos = c.unit * UNIT + (lane & 15) * 8;
-
-        c.page = pos < c.ctx
-                     ? __ldg(p.pages + (size_t)c.it.seq * p.pages_stride + (pos >> p.page_shift))
-                     : 0;
+        barrier_wait(smem_u32(sm.full) + at.stage * 8, at.parity);
+        return smem_u32(sm.kv) + (uint32_t)(at.stage * UNIT * W);
     }
 
-    /* Starts the copy of a unit of K (part 0) or V (part 1). */
-    __device__ __forceinline__ void fetch(const cursor &c, int part)
+    /* This warp has read it. */
+    __device__ __forceinline__ void done_stage()
     {
-        constexpr int PIECES = D / 8, STEP = UNIT_THREADS / PIECES;
-        const int i = threadIdx.x % PIECES, r0 = threadIdx.x / PIECES;
-        const size_t head =
-            ((size_t)(part * p.n_kv_heads + c.it.kv_head) << p.page_shift) * W + i * 16;
-        const uint32_t dst = smem_u32(part ? sm.v : sm.k);
-        const int mask = (1 << p.page_shift) - 1;
+        __syncwarp();
+        if (lane == 0) {
+            barrier_arrive(smem_u32(sm.free) + at.stage * 8);
+        }
+        at.next();
+    }
+
+    __device__ __forceinline__ int rows_of(const cursor &c)
+    {
+        return min(M, c.rows * p.group - c.it.row0);
+    }
+
+    /* Starts the copy of an item's rows of q. */
+    __device__ __forceinline__ void fetch_q(const cursor &c)
+    {
+        const int row_first = __ldg(p.row_start + c.it.seq), n = rows_of(c);
 
 #pragma unroll
-        for (int r = r0, n = 0; n < UNIT / STEP; n++, r += STEP) {
-            uint32_t page = __shfl_sync(0xffffffffu, c.page, r >> 3);
-            int pos = c.unit * UNIT + r;
+        for (int e = threadIdx.x; e < M * (D / 8); e += UNIT_CONSUMERS) {
+            int row = e / (D / 8), i = e % (D / 8), packed = c.it.row0 + min(row, n - 1);
 
-            cp_async16(dst + piece<W>(r, i),
-                       p.kv + page * p.page_stride + head + (size_t)(pos & mask) * W, pos < c.ctx);
+            cp_async16(smem_u32(sm.q) + piece<W>(row, i),
+                       (const T *)p.q + (size_t)(row_first + packed / p.group) * p.q_stride +
+                           (size_t)(c.it.kv_head * p.group + packed % p.group) * D + i * 8,
+                       row < n);
         }
         cp_commit();
     }
 
-    /* Rows of q to shared memory, and what each row sees. */
+    /* What each row sees. */
     __device__ __forceinline__ void start_item(const cursor &c)
     {
         const int total = c.rows * p.group;
         const int first_pos = c.ctx - c.rows;
-        const int row_first = __ldg(p.row_start + c.it.seq);
 
-        n_valid = min(M, total - c.it.row0);
-        for (int e = threadIdx.x; e < M * (D / 8); e += UNIT_THREADS) {
-            int row = e / (D / 8), i = e % (D / 8);
-            uint4 x = make_uint4(0, 0, 0, 0);
-
-            if (row < n_valid) {
-                int packed = c.it.row0 + row;
-
-                x = *(const uint4 *)((const T *)p.q +
-                                     (size_t)(row_first + packed / p.group) * p.q_stride +
-                                     (size_t)(c.it.kv_head * p.group + packed % p.group) * D +
-                                     i * 8);
-            }
-            *(uint4 *)((char *)sm.q + piece<W>(row, i)) = x;
-        }
+        n_valid = rows_of(c);
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) {
 #pragma unroll
@@ -298,6 +390,8 @@ template <typename T, int D, int MT> struct unit_block {
             }
         }
         clear_run();
+        cp_wait<0>();
+        sync(); /* q is there */
     }
 
     __device__ __forceinline__ void clear_run()
@@ -317,9 +411,9 @@ template <typename T, int D, int MT> struct unit_block {
     }
 
     /* Scores of this warp's 32 positions, masked; their largest to shared memory. */
-    __device__ __forceinline__ void scores(const cursor &c, float s[MT][4][4])
+    __device__ __forceinline__ void scores(const cursor &c, uint32_t k, float s[MT][4][4])
     {
-        const uint32_t k = smem_u32(sm.k), q = smem_u32(sm.q);
+        const uint32_t q = smem_u32(sm.q);
 
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) {
@@ -402,10 +496,28 @@ template <typename T, int D, int MT> struct unit_block {
         }
     }
 
-    /* Weights times V, joined to the run. */
-    __device__ __forceinline__ void products(const float m[MT][2])
+    /* V behind the end of the sequence may be anything; zero times that must be zero. Each warp
+     * clears its own columns. */
+    __device__ __forceinline__ void clear_tail(const cursor &c, uint32_t v)
     {
-        const uint32_t v = smem_u32(sm.v), w = smem_u32(sm.p);
+        constexpr int PIECES = D / 32;
+
+        if (c.there() < UNIT) {
+            for (int e = c.there() * PIECES + lane; e < UNIT * PIECES; e += 32) {
+                asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(
+                                 v + piece<W>(e / PIECES, warp * PIECES + e % PIECES)),
+                             "r"(0)
+                             : "memory");
+            }
+            fence_async();
+            __syncwarp();
+        }
+    }
+
+    /* Weights times V, joined to the run. */
+    __device__ __forceinline__ void products(uint32_t v, const float m[MT][2])
+    {
+        const uint32_t w = smem_u32(sm.p);
         float o[MT][NT][4] = {};
 
 #pragma unroll
@@ -546,10 +658,10 @@ template <typename T, int D, int MT> struct unit_block {
         if (end) {
             kn_attn_task task = plan_task(p.plan, c.it.task);
 
-            if (is_last<UNIT_THREADS>(p, c.it, task, &sm.flag)) {
-                /* V is read: its place serves the four warps. */
+            if (is_last<UNIT_CONSUMERS>(p, c.it, task, &sm.flag)) {
+                /* Weights are read: their place serves the four warps. */
                 for (int row = warp; row < n_valid; row += 4) {
-                    row_join<T, D> join(p, task, (float *)sm.v + warp * 160, row);
+                    row_join<T, D> join(p, task, (float *)sm.p + warp * 160, row);
 
                     join.run();
                     join.write(c.it);
@@ -558,30 +670,13 @@ template <typename T, int D, int MT> struct unit_block {
         }
     }
 
-    __device__ void run()
+    __device__ __forceinline__ void run(int off, int i, int end)
     {
-        const int32_t *first = plan_first(p.plan);
-        const int off = __ldg(&p.plan->off_items);
-        int i = __ldg(first + blockIdx.x);
-        const int i_end = __ldg(first + blockIdx.x + 1);
         cursor c, next;
 
-        if (i == i_end) {
-            grid_wait();
-            return;
-        }
-        load_item(c, off, i);
-        load_pages(c);
-        /* Positions before those of this call lie in the pages already. */
-        const bool early = (c.unit + 1) * UNIT <= c.ctx - c.rows;
-        if (!early) {
-            grid_wait();
-        }
-        fetch(c, 0);
-        fetch(c, 1);
-        if (early) {
-            grid_wait();
-        }
+        c.load(p, off, i);
+        grid_wait();
+        fetch_q(c);
         start_item(c);
         int slot = c.it.slot;
         for (;;) {
@@ -591,34 +686,27 @@ template <typename T, int D, int MT> struct unit_block {
             next = c;
             if (++next.unit == c.it.unit1) {
                 other = true;
-                more = ++i < i_end;
+                more = ++i < end;
                 if (more) {
-                    load_item(next, off, i);
+                    next.load(p, off, i);
                 }
             }
-            if (more) {
-                load_pages(next);
+            scores(c, wait_stage(), s);
+            done_stage();
+            sync(); /* q is read, maxima are there */
+            if (other && more) {
+                fetch_q(next);
             }
-            cp_wait<1>(); /* K is there */
-            __syncthreads();
-            scores(c, s);
-            __syncthreads(); /* K is read, maxima are there */
-            if (more) {
-                fetch(next, 0);
-                weights(s, m);
-                cp_wait<1>(); /* V is there */
-            } else {
-                weights(s, m);
-                cp_wait<0>();
-            }
-            __syncthreads();
-            products(m);
+            weights(s, m);
+            sync();
+            const uint32_t v = wait_stage();
+            clear_tail(c, v);
+            products(v, m);
+            done_stage();
             close(c, slot);
             if (!more) {
                 return;
             }
-            __syncthreads(); /* V and weights are read */
-            fetch(next, 1);
             c = next;
             if (other) {
                 start_item(c);
@@ -628,14 +716,34 @@ template <typename T, int D, int MT> struct unit_block {
     }
 };
 
-template <typename T, int D, int MT, int BLOCKS>
+template <typename T, int D, int MT, int S, int BLOCKS>
 __global__ void __launch_bounds__(UNIT_THREADS, BLOCKS)
     unit_kernel(const __grid_constant__ launch p)
 {
     extern __shared__ __align__(128) char unit_shared[];
+    unit_smem<D, MT, S> &sm = *(unit_smem<D, MT, S> *)unit_shared;
+    const int32_t *first = plan_first(p.plan);
+    const int off = __ldg(&p.plan->off_items);
+    const int i = __ldg(first + blockIdx.x), end = __ldg(first + blockIdx.x + 1);
 
     grid_launch_dependents();
-    unit_block<T, D, MT>(p, *(unit_smem<D, MT> *)unit_shared).run();
+    if (i == end) {
+        grid_wait();
+        return;
+    }
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < S; s++) {
+            barrier_init(smem_u32(sm.full + s), 1);
+            barrier_init(smem_u32(sm.free + s), UNIT_CONSUMERS / 32);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    if (threadIdx.x < UNIT_CONSUMERS) {
+        unit_block<T, D, MT, S>(p, sm).run(off, i, end);
+    } else {
+        unit_feeder<D, MT, S>(p, sm).run(off, i, end);
+    }
 }
 
 } // namespace attn
