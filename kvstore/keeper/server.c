@@ -120,8 +120,12 @@ refuse(struct kv_client *c, int rc, const struct kv_owner *in_the_way, const str
         m.incarnation = in_the_way->incarnation;
     }
     snprintf(m.text, sizeof(m.text), "%s", bt_err_msg(err, rc));
-    BT_WARN("refused", "node=%s rc=%s msg=\"%s\"", c->owner ? c->owner->node : "?", bt_rc_name(rc),
-            m.text);
+    if (rc == BT_E_UNSUPPORTED) { /* the way to ask whether a device's memory is here: no fault */
+        BT_INFO("absent", "node=%s msg=\"%s\"", c->owner ? c->owner->node : "?", m.text);
+    } else {
+        BT_WARN("refused", "node=%s rc=%s msg=\"%s\"", c->owner ? c->owner->node : "?",
+                bt_rc_name(rc), m.text);
+    }
     say(c, KV_KEEPER_REFUSED, &m, sizeof(m), -1);
 }
 

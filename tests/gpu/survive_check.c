@@ -302,7 +302,11 @@ static pid_t spawn(const char *const argv[], FILE **ret_out)
     int fds[2];
     pid_t pid;
 
-    if (pipe2(fds, O_CLOEXEC) < 0 || (pid = fork()) < 0) {
+    if (pipe2(fds, O_CLOEXEC) < 0) {
+        die("pipe", NULL);
+    }
+    pid = fork();
+    if (pid < 0) {
         die("fork", NULL);
     }
     if (pid == 0) {
