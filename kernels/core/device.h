@@ -95,10 +95,10 @@ struct kn_device_ops {
     int (*weight)(struct kn_device *d, struct kn_weight *w, struct bt_err *err);
     int (*finish)(struct kn_device *d, struct bt_err *err);
 
-    /* Pages on the device at `kv` and a copy of them at `host`, host memory of the same layout,
-     * through which everything but the device sees them: transfers, tiers, the keeper. Once, before
-     * the first pass; pins the copy. From then on the rows of every pass over `kv` are in the copy
-     * when `wait` returns. */
+    /* Pages on the device at `kv` and a copy of them at `host`, host memory of that layout, through
+     * which everything but the device sees them: transfers, tiers, the keeper. The device may order
+     * the bytes of a page otherwise. Once, before the first pass; pins the copy. From then on the
+     * rows of every pass over `kv` are in the copy when `wait` returns. */
     int (*mirror)(struct kn_device *d,
                   const struct kv_layout *layout,
                   void *kv,

@@ -427,8 +427,18 @@ template <typename T, int D> struct Attention {
 #pragma unroll
             for (int k = 0; k < BATCH; k++)
                 v[k] = 2 * k + half < n ? load_number(mine + 2 * k * size) : 0;
-            while (e.y != tag || e.w != tag)
-                e = load_now(ends);
+            for (bool missing = true; missing;) { // all that is missing is asked for together
+                missing = e.y != tag || e.w != tag;
+                if (missing)
+                    e = load_now(ends);
+#pragma unroll
+                for (int k = 0; k < BATCH; k++) {
+                    if (2 * k + half < n && (uint32_t)(v[k] >> 32) != tag) {
+                        v[k] = load_number(mine + 2 * k * size);
+                        missing = true;
+                    }
+                }
+            }
             __syncwarp();
             float top = fmaxf(most, warp_max(__uint_as_float(e.x)));
             float f = exp2f((__uint_as_float(e.x) - top) * c), was = exp2f((most - top) * c);
@@ -440,11 +450,8 @@ template <typename T, int D> struct Attention {
             for (int k = 0; k < BATCH; k++) {
                 float fk = __shfl_sync(0xffffffffu, f, 2 * k + half);
 
-                if (2 * k + half < n) {
-                    while ((uint32_t)(v[k] >> 32) != tag)
-                        v[k] = load_number(mine + 2 * k * size);
+                if (2 * k + half < n)
                     x += __uint_as_float((uint32_t)v[k]) * fk;
-                }
             }
         }
         x += __shfl_xor_sync(0xffffffffu, x, 16);
