@@ -26,7 +26,7 @@ stage_clang() {
 
 # Not under valgrind: tests of rates and of processes that start themselves anew by /proc/self/exe, which
 # is valgrind there.
-VALGRIND_LEAVES_OUT="handoff-crash net-killed model-goldens model-invariance"
+VALGRIND_LEAVES_OUT="handoff-crash ledger-crash net-killed store-lend-crash model-goldens model-invariance"
 
 stage_valgrind() {
     local tests dir=build-debug

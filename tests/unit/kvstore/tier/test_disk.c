@@ -844,14 +844,14 @@ static void test_TIER_01_read_only_disk(void **state)
     offer_chain(&w, &c);
     flush(&w);
     world_stop(&w);
-    assert_int_equal(mount(NULL, w.dir, NULL, MS_REMOUNT | MS_RDONLY, NULL), 0);
+    assert_int_equal(mount("none", w.dir, "none", MS_REMOUNT | MS_RDONLY, NULL), 0);
     world_start(&w); /* reads what is there */
     assert_int_equal(take_chain(&w, &c), 4);
     assert_int_equal(offer_chain(&w, &other), 8);
     flush(&w);
     assert_true(disk(&w).write_errors >= 1);
     assert_int_equal(take_chain(&w, &other), 8);
-    assert_int_equal(mount(NULL, w.dir, NULL, MS_REMOUNT, NULL), 0);
+    assert_int_equal(mount("none", w.dir, "none", MS_REMOUNT, NULL), 0);
     assert_true(eventually(more_stored, &w));
     world_stop(&w);
     assert_int_equal(umount(w.dir), 0);
@@ -1092,6 +1092,6 @@ int main(void)
 
     /* A mount namespace of our own, so that a tmpfs can be a disk. */
     can_mount = unshare(CLONE_NEWNS) == 0 || unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0;
-    can_mount = can_mount && mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0;
+    can_mount = can_mount && mount("none", "/", "none", MS_REC | MS_PRIVATE, NULL) == 0;
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
