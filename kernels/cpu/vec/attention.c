@@ -96,8 +96,13 @@ KN_INLINE void transpose8(const __m256 *a, float *out)
     }
 }
 
+/* A row whose loads are not waited for any more (kernels/engine/engine.c, on_layer_wait) reads
+ * pages that a load still writes; what it computes is dropped. */
+#define READS_PAGES __attribute__((no_sanitize("thread")))
+
 /* Eight positions of K, n of them real, into 8 columns of kt. */
-static void load_k8(const struct item *it, enum kv_dtype t, const char *k, int n, float *out)
+READS_PAGES static void
+load_k8(const struct item *it, enum kv_dtype t, const char *k, int n, float *out)
 {
     size_t row = (size_t)it->d * (t == KV_DTYPE_F16 ? 2 : 4);
 
@@ -329,7 +334,7 @@ static void all_rows(const struct item *it, int pos)
     }
 }
 
-static void run_item(struct item *it)
+READS_PAGES static void run_item(struct item *it)
 {
     const struct kn_attention_args *a = it->of.a;
     int end = kn_attn_row_pos(&it->of, it->of.n_rows - 1) + 1; /* rows ascend: the last sees most */
