@@ -9,6 +9,7 @@
 #include "kvstore/keeper/server_int.h"
 
 #include "common/base/buf.h"
+#include "common/mem/mem.h"
 #include "common/obs/log.h"
 #include "common/thr/mailbox.h"
 #include "common/thr/time.h"
@@ -120,7 +121,8 @@ refuse(struct kv_client *c, int rc, const struct kv_owner *in_the_way, const str
         m.incarnation = in_the_way->incarnation;
     }
     snprintf(m.text, sizeof(m.text), "%s", bt_err_msg(err, rc));
-    if (rc == BT_E_UNSUPPORTED) { /* the way to ask whether a device's memory is here: no fault */
+    /* The way to ask whether a device's memory is here: no fault. */
+    if (rc == BT_E_UNSUPPORTED && c->request.kind == BT_MEM_CUDA && c->request.device == 0) {
         BT_INFO("absent", "node=%s msg=\"%s\"", c->owner ? c->owner->node : "?", m.text);
     } else {
         BT_WARN("refused", "node=%s rc=%s msg=\"%s\"", c->owner ? c->owner->node : "?",
