@@ -4,19 +4,14 @@ behind them is front_worker. Each gets one core and as many threads as it makes 
 import json
 import os
 import pathlib
-import socket
 import subprocess
 import tempfile
 import time
 import urllib.request
 
+from ports import free_ports
+
 PEERS = {"vllm-router": "vllm_router.launch_router", "sglang-router": "sglang_router.launch_router"}
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def version(python, name):
@@ -29,10 +24,10 @@ class Peer:
 
     def __init__(self, python, name, worker, cores):
         self.log = tempfile.TemporaryFile()
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{free_ports(1)[0]}"
         cmd = [python, "-m", PEERS[name], "--worker-urls", f"http://{worker}", "--host", "127.0.0.1",
                "--port", self.address.rsplit(":", 1)[1], "--policy", "round_robin", "--log-level", "error",
-               "--max-concurrent-requests", "16384", "--prometheus-port", str(free_port())]
+               "--max-concurrent-requests", "16384", "--prometheus-port", str(free_ports(1)[0])]
         self.p = subprocess.Popen(cmd, stdout=self.log, stderr=self.log, start_new_session=True,
                                   preexec_fn=lambda: os.sched_setaffinity(0, cores))
         end = time.monotonic() + 60

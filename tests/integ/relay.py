@@ -1,11 +1,11 @@
 """Between a router and a real node: a gRPC server that hands on what both say, and may lose some."""
 import queue
-import socket
 import threading
 from concurrent import futures
 
 import grpc
 
+from ports import free_ports
 from wire import NodeMessage
 
 
@@ -24,9 +24,7 @@ class Relay:
         self.server.add_generic_rpc_handlers((self,))
         self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
         self.server.start()
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            self.target = "%s:%d" % s.getsockname()
+        self.target = f"127.0.0.1:{free_ports(1)[0]}"
         self.args = [f"--listen={self.target}", f"--advertise={self.address}"]
 
     def service(self, details):  # grpc.GenericRpcHandler

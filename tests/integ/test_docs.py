@@ -10,7 +10,6 @@ import pathlib
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import tempfile
 import pytest
 
 from cluster import DEVICE, SLOW, clean_env
+from ports import free_ports
 from wire import BUILD, ROOT
 
 OPERATING = "deploy/docs/operating.md"
@@ -151,14 +151,6 @@ def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.S)
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     assert [x for x in links if not (ROOT / page).parent.joinpath(x).exists()] == []
-
-
-def free_ports(n):
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
-    ports = [s.getsockname()[1] for s in held]
-    for s in held:
-        s.close()
-    return ports
 
 
 class Shell:
