@@ -10,9 +10,9 @@ size_t kn_quant_acts_bytes(size_t rows, size_t k)
     return BT_MAX((rows + 11) / 12 * blocks * KN_ACTS_BYTES, (rows + 15) / 16 * 16 * wide * 64);
 }
 
-/* Activations of a matmul as its kernels take them: quantized, then split in tiles of 8 rows and 32
- * inputs. */
+/* Activations of a matmul as its kernels take them: quantized, then as bf16, at most in cells of 8
+ * rows and 32 inputs. */
 size_t kn_scratch_bytes(size_t rows, size_t k)
 {
-    return kn_quant_acts_bytes(rows, k) + (rows + 7) / 8 * ((k + 31) / 32) * KN_SPLIT_BYTES;
+    return kn_quant_acts_bytes(rows, k) + (rows + 7) / 8 * ((k + 31) / 32) * KN_BF16_BYTES;
 }

@@ -34,7 +34,7 @@ struct kn_stream {
 };
 #define KN_THREAD_SCRATCH_BYTES ((size_t)768 * 1024)
 #define KN_ACTS_BYTES           576  /* quantized activations of 12 rows and 32 inputs */
-#define KN_SPLIT_BYTES          1024 /* split activations of 8 rows and 32 inputs */
+#define KN_BF16_BYTES           1024 /* at most: 8 rows and 32 inputs for BF16 weights */
 /* Shared scratch for a matmul of `rows` activations of width `k`, the one op that needs it. */
 size_t kn_scratch_bytes(size_t rows, size_t k);
 /* Its beginning, for parts with quantized weights. */
@@ -178,7 +178,7 @@ enum kn_device_kind {
 };
 
 struct kn_ops {
-    const char *isa;      /* "ref", "avx2", "avx512", "amx" */
+    const char *isa;      /* "ref", "avx2", "avx512", "avx512bf16", "amx" */
     const char *numerics; /* numerics id: bits are equal within one */
     enum kn_device_kind device;
     enum kn_format format; /* of kn_weight_part.data */

@@ -22,11 +22,11 @@ const char *kn_op_name(enum kn_op op)
 }
 
 /* Best first. */
-enum { ISA_AMX, ISA_AVX512, ISA_AVX2, ISA_REF, ISA_COUNT };
-static const char *const isa_names[ISA_COUNT] = {"amx", "avx512", "avx2", "ref"};
-static const char *const isa_needs[ISA_COUNT] = {"AMX with BF16, AVX-512 with BF16 and FP16",
-                                                 "AVX-512 F, BW, VL, DQ and VNNI",
-                                                 "AVX2, FMA and F16C", "nothing"};
+enum { ISA_AMX, ISA_AVX512BF16, ISA_AVX512, ISA_AVX2, ISA_REF, ISA_COUNT };
+static const char *const isa_names[ISA_COUNT] = {"amx", "avx512bf16", "avx512", "avx2", "ref"};
+static const char *const isa_needs[ISA_COUNT] = {
+    "AMX with BF16, AVX-512 with BF16 and FP16", "AVX-512 F, BW, VL, DQ, VNNI and BF16",
+    "AVX-512 F, BW, VL, DQ and VNNI", "AVX2, FMA and F16C", "nothing"};
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 /* Written once, before any reader. */
@@ -66,6 +66,11 @@ static void init_tables(void)
     tables[ISA_AMX] = merge(&kn_ops_amx);
     built[ISA_AMX] = true;
     usable[ISA_AMX] = cpu.amx;
+#endif
+#if KN_HAVE_AVX512BF16
+    tables[ISA_AVX512BF16] = merge(&kn_ops_avx512bf16);
+    built[ISA_AVX512BF16] = true;
+    usable[ISA_AVX512BF16] = cpu.avx512_bf16;
 #endif
 #if KN_HAVE_AVX512
     tables[ISA_AVX512] = merge(&kn_ops_avx512);
@@ -108,7 +113,8 @@ int kn_ops_select(const char *isa, const struct kn_ops **ret_ops, struct bt_err 
         }
         if (i == ISA_COUNT) {
             return BT_FAIL(err, BT_E_CONFIG,
-                           "isa \"%s\" is unknown: auto, ref, avx2, avx512 or amx", isa);
+                           "isa \"%s\" is unknown: auto, ref, avx2, avx512, avx512bf16 or amx",
+                           isa);
         }
         if (!built[i]) {
             return BT_FAIL(err, BT_E_UNSUPPORTED, "isa %s is not in this build", isa);

@@ -4,7 +4,8 @@
 
 #include "kernels/core/ops.h"
 
-/* `isa`: "auto" (the best that processor and system allow), "ref", "avx2", "avx512" or "amx".
+/* `isa`: "auto" (the best that processor and system allow), "ref", "avx2", "avx512",
+ * "avx512bf16" or "amx".
  * *ret_ops is static. Starts from the plain C rows and lays the rows of the chosen set over them
  * where their weight format allows. BT_E_CONFIG for an unknown name, BT_E_UNSUPPORTED for one that
  * was not built, that the processor lacks (with what is missing), or whose table has holes (with

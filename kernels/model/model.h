@@ -35,7 +35,7 @@ struct kn_model_home {
 struct kn_model_cfg {
     const struct bt_model_file *file; /* borrowed, must outlive the model */
     int n_threads;                    /* of the CPU team, including the caller */
-    const char *isa;                  /* "auto", "ref", "avx2", "avx512", "amx" */
+    const char *isa;                  /* "auto", "ref", "avx2", "avx512", "avx512bf16", "amx" */
     int max_batch_tokens;             /* most tokens in one forward pass */
     int max_batch_seqs;
     int max_outputs; /* most rows of logits in one pass */

@@ -27,7 +27,7 @@
 
 const char *const kn_serve_devices[] = {"auto", "cpu", "cuda", NULL};
 const char *const kn_serve_numerics[] = {"fast", "invariant", NULL};
-const char *const kn_serve_isas[] = {"auto", "ref", "avx2", "avx512", "amx", NULL};
+const char *const kn_serve_isas[] = {"auto", "ref", "avx2", "avx512", "avx512bf16", "amx", NULL};
 const char *const kn_serve_brings[] = {"cheaper", "always", NULL};
 const char *const kn_serve_kv_dtypes[] = {"f16", "f32", NULL};
 

@@ -6,7 +6,9 @@
  *     Q8_0, Q4_0: acc += dw * dx * sum(qw * qx)
  *     Q4_1:       acc += dw * dx * sum(qw * qx) + mw * (dx * sum(qx))
  * With AMX both sides are whole numbers times powers of two (kn_ref_matmul_wide, what tests compare
- * with): weights as in kernels/cpu/grid.h, activations of up to 2032 with 8 bits each.
+ * with): weights as in kernels/cpu/grid.h, activations of up to 2032 with 8 bits each. With AVX-512
+ * BF16 activations for BF16 weights are bf16 too and pairs are added as VDPBF16PS does
+ * (kn_ref_matmul_bf16; kernels/cpu/avx512/bf16_tile.c).
  */
 #include "kernels/core/dtype.h"
 #include "kernels/core/half.h"
@@ -16,6 +18,9 @@
 #include <math.h>
 
 #define BLOCK 32
+
+/* How activations are taken. */
+enum acts { ACTS_PLAIN, ACTS_WIDE, ACTS_BF16 };
 
 static float largest(const float *x)
 {
@@ -91,10 +96,35 @@ static float element(enum bt_dtype t, const uint8_t *w, size_t i)
     }
 }
 
+/* Activations rounded to bf16; of a pair the second product first, each fused. */
+static float bf16_dot(const uint8_t *w, const float *x, size_t k)
+{
+    float acc = 0;
+
+    for (size_t i = 0; i < k; i += 2) {
+        for (size_t c = BT_MIN(i + 2, k); c > i; c--) {
+            float bf16 = kn_bf16_to_f32(kn_f32_to_bf16(x[c - 1]));
+
+            acc = fmaf(element(BT_DTYPE_BF16, w, c - 1), bf16, acc);
+        }
+    }
+    return acc;
+}
+
+static float float_dot(enum bt_dtype t, const uint8_t *w, const float *x, size_t k)
+{
+    float acc = 0;
+
+    for (size_t i = 0; i < k; i++) {
+        acc += element(t, w, i) * x[i];
+    }
+    return acc;
+}
+
 /* One row of activations by one part of the weights. */
 static void part_row(const struct kn_matmul_args *a,
                      const struct kn_weight_part *p,
-                     bool wide,
+                     enum acts acts,
                      const float *x,
                      float *out)
 {
@@ -105,19 +135,18 @@ static void part_row(const struct kn_matmul_args *a,
         const uint8_t *w = (const uint8_t *)p->data + (size_t)n * row_bytes;
         float acc = 0;
 
-        if (quant) {
+        if (!quant) {
+            acc = acts == ACTS_BF16 && p->dtype == BT_DTYPE_BF16 ? bf16_dot(w, x, k)
+                                                                 : float_dot(p->dtype, w, x, k);
+        } else {
             for (size_t b = 0; b < k / BLOCK; b++) {
                 int16_t q[BLOCK];
                 int sum;
                 float d = quantize_block(x + b * BLOCK, q, &sum);
 
-                acc += wide ? wide_block(p->dtype, w, x + b * BLOCK)
-                            : dot_block(p->dtype, w, q, d, sum);
+                acc += acts == ACTS_WIDE ? wide_block(p->dtype, w, x + b * BLOCK)
+                                         : dot_block(p->dtype, w, q, d, sum);
                 w += bt_dtype_block_bytes(p->dtype);
-            }
-        } else {
-            for (size_t i = 0; i < k; i++) {
-                acc += element(p->dtype, w, i) * x[i];
             }
         }
         acc += p->bias ? p->bias[n] : 0;
@@ -125,13 +154,13 @@ static void part_row(const struct kn_matmul_args *a,
     }
 }
 
-static void matmul(const struct kn_matmul_args *a, bool wide)
+static void matmul(const struct kn_matmul_args *a, enum acts acts)
 {
     for (int t = 0; t < a->n_rows; t++) {
         float *out = a->out + (size_t)t * a->out_stride;
 
         for (int i = 0; i < a->w->n_parts; i++) {
-            part_row(a, &a->w->part[i], wide, a->x + (size_t)t * a->x_stride, out);
+            part_row(a, &a->w->part[i], acts, a->x + (size_t)t * a->x_stride, out);
             out += a->w->part[i].n;
         }
     }
@@ -139,10 +168,15 @@ static void matmul(const struct kn_matmul_args *a, bool wide)
 
 void kn_ref_matmul(struct kn_stream *stream, const struct kn_matmul_args *a)
 {
-    matmul(a, false);
+    matmul(a, ACTS_PLAIN);
 }
 
 void kn_ref_matmul_wide(struct kn_stream *stream, const struct kn_matmul_args *a)
 {
-    matmul(a, true);
+    matmul(a, ACTS_WIDE);
+}
+
+void kn_ref_matmul_bf16(struct kn_stream *stream, const struct kn_matmul_args *a)
+{
+    matmul(a, ACTS_BF16);
 }

@@ -10,8 +10,10 @@
 #include "kernels/ops.def"
 #undef KN_OP
 
-/* matmul with the activations that AMX takes for block-quantized weights; in no table. */
+/* In no table: matmul with the activations that AMX takes for block-quantized weights, and with
+ * those that AVX-512 BF16 takes for BF16 weights. */
 void kn_ref_matmul_wide(struct kn_stream *stream, const struct kn_matmul_args *a);
+void kn_ref_matmul_bf16(struct kn_stream *stream, const struct kn_matmul_args *a);
 
 extern const struct kn_ops kn_ops_ref;
 

@@ -1,9 +1,10 @@
 /* Projection over packed tiles.
  *
  * Order of sums: one lane is one output. Float weights: one chain of fused products over K,
- * ascending; BF16 weights on AMX: two chains, see cpu/amx/split_tile.c. Quantized weights: exact
- * integer sums inside a block of 32, blocks added ascending (vec.h). Rows, tiles and threads are
- * only walked in different ways; no sum is ever split.
+ * ascending; BF16 weights by products of pairs where the processor has them, see
+ * cpu/amx/bf16_tile.c and cpu/avx512/bf16_tile.c. Quantized weights: exact integer sums inside a
+ * block of 32, blocks added ascending (vec.h). Rows, tiles and threads are only walked in different
+ * ways; no sum is ever split.
  *
  * Work: an item is a group of tiles. Inside an item rows go in pieces whose activations stay in
  * the second-level cache while the group's tiles pass over them. */
@@ -13,7 +14,7 @@
 #define ROWS_BYTES     (512 * 1024) /* activations held in cache */
 #define ITEMS_A_THREAD 8
 #define PANEL_TILES    12
-#define ROWS_TOGETHER  (2 * KN_GROUP) /* also a multiple of KN_SPLIT_ROWS */
+#define ROWS_TOGETHER  (2 * KN_GROUP) /* also a multiple of KN_BF16_ROWS */
 #define QUANT_WORK     16384          /* elements below which the caller quantizes alone */
 
 #if defined(__AVX512F__)
@@ -27,7 +28,7 @@ struct job {
     char *thread_scratch;
     struct kn_acts *acts; /* [groups][k/32], in the stream's scratch; NULL: no part needs them */
     struct kn_wide wide;  /* there, instead of acts */
-    char *split;          /* [T/8][k/32] tiles, there too; NULL: no part needs them */
+    char *acts16;         /* [T/KN_BF16_ROWS][k/32] cells, there too; NULL: no part needs them */
     int n_tiles;          /* all parts */
     int per_item;
     int rows_per_item; /* of the quantizing pass */
@@ -57,9 +58,9 @@ static void quantize_row(struct kn_acts *x, int in, const float *src, size_t blo
     }
 }
 
-static bool is_split(enum bt_dtype t)
+static bool is_bf16(enum bt_dtype t)
 {
-    return KN_VEC_AMX && t == BT_DTYPE_BF16;
+    return KN_VEC_BF16 && t == BT_DTYPE_BF16;
 }
 
 static bool is_wide(enum bt_dtype t)
@@ -67,34 +68,30 @@ static bool is_wide(enum bt_dtype t)
     return KN_VEC_AMX && is_quant(t);
 }
 
-static void prepare_row(const struct job *j, int t)
-{
-    size_t blocks = (size_t)j->a->w->k / KN_QBLOCK;
-    const float *x = j->a->x + (size_t)t * j->a->x_stride;
-
-    if (j->acts) {
-        quantize_row(j->acts + (size_t)(t / KN_GROUP) * blocks, t % KN_GROUP, x, blocks);
-    }
-#if KN_VEC_AMX
-    if (j->split) {
-        KN_V(split_row)(j->split, t, x, j->a->w->k);
-    }
-#endif
-}
-
 static void prepare_item(void *arg, int item, int member)
 {
     const struct job *j = arg;
-    int t1 = BT_MIN((item + 1) * j->rows_per_item, j->a->n_rows);
+    const struct kn_matmul_args *a = j->a;
+    int t0 = item * j->rows_per_item, t1 = BT_MIN(t0 + j->rows_per_item, a->n_rows);
 
+    if (j->acts) {
+        size_t blocks = (size_t)a->w->k / KN_QBLOCK;
+
+        for (int t = t0; t < t1; t++) {
+            quantize_row(j->acts + (size_t)(t / KN_GROUP) * blocks, t % KN_GROUP,
+                         a->x + (size_t)t * a->x_stride, blocks);
+        }
+    }
 #if KN_VEC_AMX
     if (j->wide.data) {
-        KN_V(wide_rows)(&j->wide, item * j->rows_per_item, t1, j->a->x, j->a->x_stride);
+        KN_V(wide_rows)(&j->wide, t0, t1, a->x, a->x_stride);
     }
 #endif
-    for (int t = item * j->rows_per_item; t < t1; t++) {
-        prepare_row(j, t);
+#if KN_VEC_BF16
+    if (j->acts16) {
+        KN_V(bf16_rows)(j->acts16, t0, t1, a->x, a->x_stride, a->w->k);
     }
+#endif
 }
 
 static void place_acts(struct kn_stream *s, struct job *j)
@@ -108,8 +105,8 @@ static void place_acts(struct kn_stream *s, struct job *j)
             j->wide.data = s->scratch;
         } else if (is_quant(t)) {
             j->acts = s->scratch;
-        } else if (is_split(t)) {
-            j->split = (char *)s->scratch + kn_quant_acts_bytes((size_t)rows, (size_t)k);
+        } else if (is_bf16(t)) {
+            j->acts16 = (char *)s->scratch + kn_quant_acts_bytes((size_t)rows, (size_t)k);
         }
     }
 #if KN_VEC_AMX
@@ -124,13 +121,15 @@ static void prepare(struct kn_stream *s, struct job *j)
     int k = j->a->w->k, n_items;
 
     place_acts(s, j);
-    if (!j->acts && !j->split && !j->wide.data) {
+    if (!j->acts && !j->acts16 && !j->wide.data) {
         return;
     }
     BT_BUG_ON(kn_scratch_bytes((size_t)j->a->n_rows, (size_t)k) > s->scratch_bytes);
     j->rows_per_item = BT_MAX(1, QUANT_WORK / k);
-    if (j->wide.data && j->wide.tiles) {
+    if (j->wide.data && j->wide.tiles) { /* also a multiple of KN_BF16_ROWS there */
         j->rows_per_item = (int)BT_DIV_UP(j->rows_per_item, KN_WIDE_ROWS) * KN_WIDE_ROWS;
+    } else if (j->acts16) {
+        j->rows_per_item = (int)BT_DIV_UP(j->rows_per_item, KN_BF16_ROWS) * KN_BF16_ROWS;
     }
     n_items = (int)BT_DIV_UP(j->a->n_rows, j->rows_per_item);
     kn_team_run(s->team, n_items, prepare_item, j);
@@ -222,7 +221,7 @@ static int do_tiles(const struct job *j, int member, int tile, int max, int t0, 
         tile -= tiles;
         n0 += p->n;
     }
-    n = is_split(p->dtype) || is_wide(p->dtype) ? BT_MIN(max, tiles - tile) : 1;
+    n = is_bf16(p->dtype) || is_wide(p->dtype) ? BT_MIN(max, tiles - tile) : 1;
     tj = (struct kn_tile_job){
         .dtype = p->dtype,
         .tile = (const char *)p->data + (size_t)tile * kn_tile_bytes(p->dtype, k),
@@ -243,9 +242,11 @@ static int do_tiles(const struct job *j, int member, int tile, int max, int t0, 
         KN_V(wide_tiles)(&tj, n);
         return n;
     }
-    if (is_split(p->dtype)) {
-        tj.split = j->split + row / KN_SPLIT_ROWS * BT_DIV_UP(k, KN_QBLOCK) * KN_SPLIT_BYTES;
-        KN_V(split_tiles)(&tj, n);
+#endif
+#if KN_VEC_BF16
+    if (is_bf16(p->dtype)) {
+        tj.acts16 = j->acts16 + row / KN_BF16_ROWS * BT_DIV_UP(k, KN_QBLOCK) * KN_BF16_CELL;
+        KN_V(bf16_tiles)(&tj, n);
         return n;
     }
 #endif
@@ -264,7 +265,7 @@ static void matmul_item(void *arg, int item, int member)
 {
     const struct job *j = arg;
     int tile0 = item * j->per_item, tile1 = BT_MIN(tile0 + j->per_item, j->n_tiles);
-    int row_bytes = j->a->w->k * (j->split ? 4 : 1);
+    int row_bytes = j->a->w->k * (j->acts16 ? KN_BF16_CELL / KN_BF16_ROWS / KN_QBLOCK : 1);
     int step = BT_MAX(2 * ROWS_TOGETHER, ROWS_BYTES / row_bytes / ROWS_TOGETHER * ROWS_TOGETHER);
 
     if (j->wide.data) { /* all rows pass over a panel of tiles there */
@@ -297,7 +298,7 @@ void KN_V(matmul)(struct kn_stream *stream, const struct kn_matmul_args *a)
         rounds += j.n_tiles % (size * PANEL_TILES) != 0; /* in which all members have a panel */
         j.per_item = (int)BT_DIV_UP(j.n_tiles, size * rounds);
     }
-    if (j.split) { /* four tiles at once */
+    if (j.acts16) { /* four tiles at once */
         j.per_item = (j.per_item + 3) / 4 * 4;
     }
     kn_team_run(stream->team, (int)BT_DIV_UP(j.n_tiles, j.per_item), matmul_item, &j);

@@ -12,7 +12,11 @@
 #define KN_FORMAT    KN_FORMAT_GRID16
 #define KN_ATTENTION KN_V(tile_attention)
 #else
-#define KN_BF16      ""
+#if KN_VEC_BF16
+#define KN_BF16 "-bf16"
+#else
+#define KN_BF16 ""
+#endif
 #define KN_ACTS      "a8"
 #define KN_FORMAT    KN_FORMAT_TILE16
 #define KN_ATTENTION KN_V(attention)

@@ -13,6 +13,12 @@
 #else
 #define KN_VEC_AMX 0
 #endif
+/* Whether BF16 weights are multiplied as they are, by activations of as many bits. */
+#if defined(__AVX512BF16__)
+#define KN_VEC_BF16 1
+#else
+#define KN_VEC_BF16 0
+#endif
 
 void KN_V(rmsnorm)(struct kn_stream *stream, const struct kn_rmsnorm_args *a);
 void KN_V(matmul)(struct kn_stream *stream, const struct kn_matmul_args *a);
@@ -34,10 +40,18 @@ struct kn_acts {
     int32_t sum[KN_GROUP]; /* sum of q */
     char pad[48];
 };
-/* Rows of activations in a tile of split activations (cpu/amx/split_tile.c), KN_SPLIT_BYTES. */
-#define KN_SPLIT_ROWS 8
+/* Activations for BF16 weights: rows and bytes of a cell of 32 inputs. Two bf16 each for the tiles
+ * (cpu/amx/bf16_tile.c), else one (cpu/avx512/bf16_tile.c). */
+#if KN_VEC_AMX
+#define KN_BF16_ROWS 8
+#define KN_BF16_CELL 1024
+#else
+#define KN_BF16_ROWS 12
+#define KN_BF16_CELL 768
+#endif
 
-_Static_assert(sizeof(struct kn_acts) == KN_ACTS_BYTES, "see kn_scratch_bytes");
+_Static_assert(sizeof(struct kn_acts) == KN_ACTS_BYTES && KN_BF16_CELL <= KN_BF16_BYTES,
+               "see kn_scratch_bytes");
 
 /* Rows of activations by one tile of 16 outputs (kernels/cpu/pack.h). */
 struct kn_tile_job {
@@ -51,12 +65,12 @@ struct kn_tile_job {
     /* Quantized weights. */
     const struct kn_acts *acts; /* of row 0, which is the first of its group: [groups][k/32] */
     const struct kn_wide *wide; /* with AMX instead: row 0 is the first of all */
-    /* Split activations. */
-    const void *split; /* of row 0, the first of its tile: [T/8][k/32] tiles */
-    void *scratch;     /* KN_THREAD_SCRATCH_BYTES of this member */
+    /* BF16 weights where they are multiplied as such. */
+    const void *acts16; /* of row 0, the first of its cell: [T/KN_BF16_ROWS][k/32] cells */
+    void *scratch;      /* KN_THREAD_SCRATCH_BYTES of this member */
     /* Output. */
     const float *bias; /* NULL or [n_cols] */
-    int n_cols;        /* 1..16 that exist; split_tiles, wide_tiles: those of all their tiles */
+    int n_cols;        /* 1..16 that exist; bf16_tiles, wide_tiles: those of all their tiles */
     bool add;
     float *out; /* [n_rows, n_cols] */
     size_t out_stride;
@@ -82,10 +96,11 @@ bool KN_V(wide_in_tiles)(int n_rows, int k);
 void KN_V(wide_rows)(const struct kn_wide *w, int t0, int t1, const float *x, size_t stride);
 void KN_V(wide_tiles)(const struct kn_tile_job *j, int n_tiles);
 
-/* BF16 weights with AMX. split_row brings row `row` into the tiles that begin at `acts`;
- * split_tiles multiplies by n_tiles neighbours. */
-void KN_V(split_row)(void *acts, int row, const float *x, int k);
-void KN_V(split_tiles)(const struct kn_tile_job *j, int n_tiles);
+/* BF16 weights with AMX or AVX-512 BF16. bf16_rows brings rows [t0, t1) of x, t0 a multiple of
+ * KN_BF16_ROWS, into the cells that begin at `acts`; bf16_tiles multiplies by n_tiles neighbours.
+ */
+void KN_V(bf16_rows)(void *acts, int t0, int t1, const float *x, size_t stride, int k);
+void KN_V(bf16_tiles)(const struct kn_tile_job *j, int n_tiles);
 
 /* Bias, residual, store: result + bias, then old + that. */
 KN_INLINE void kn_tile_finish(const struct kn_tile_job *j, int row, v16 acc)

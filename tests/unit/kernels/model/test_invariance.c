@@ -176,7 +176,7 @@ static void check_isa(const struct bt_model_file *mf,
 
 static void check_model(const struct bt_model_file *mf, enum kv_dtype kv, bool ref)
 {
-    struct result base = {0}, base_ref = {0}, base_split = {0};
+    struct result base = {0}, base_ref = {0}, base_split = {0}, base_pairs = {0};
     enum bt_dtype dtype = bt_model_tensor(mf, "blk.0.attn_q.weight")->dtype;
     bool own = dtype == BT_DTYPE_BF16 || bt_dtype_block_elems(dtype) > 1 || kv == KV_DTYPE_F16;
 
@@ -188,6 +188,8 @@ static void check_model(const struct bt_model_file *mf, enum kv_dtype kv, bool r
             check_isa(mf, *isa, kv, ref, &base_ref);
         } else if (own && strcmp(*isa, "amx") == 0) { /* has sums of its own for these */
             check_isa(mf, *isa, kv, ref, &base_split);
+        } else if (dtype == BT_DTYPE_BF16 && strcmp(*isa, "avx512bf16") == 0) {
+            check_isa(mf, *isa, kv, ref, &base_pairs);
         } else if (!is_ref) { /* the vector sets share one base */
             check_isa(mf, *isa, kv, ref, &base);
         }
@@ -195,6 +197,7 @@ static void check_model(const struct bt_model_file *mf, enum kv_dtype kv, bool r
     free(base.logits);
     free(base_ref.logits);
     free(base_split.logits);
+    free(base_pairs.logits);
 }
 
 static bool can_make;

@@ -33,17 +33,24 @@ KN_INLINE void split16(v16 x, char *hi, char *lo)
     _mm256_storeu_si256((__m256i *)lo, (__m256i)_mm512_cvtneps_pbh(_mm512_sub_ps(x, back)));
 }
 
-void KN_V(split_row)(void *acts, int row, const float *x, int k)
+static void split_row(void *acts, int row, const float *x, int k)
 {
     size_t blocks = BT_DIV_UP((size_t)k, 32);
-    char *out = (char *)acts + (size_t)(row / KN_SPLIT_ROWS) * blocks * KN_SPLIT_BYTES +
-                (size_t)(row % KN_SPLIT_ROWS) * 2 * KN_TILE_ROW;
+    char *out = (char *)acts + (size_t)(row / KN_BF16_ROWS) * blocks * KN_BF16_CELL +
+                (size_t)(row % KN_BF16_ROWS) * 2 * KN_TILE_ROW;
 
-    for (int i = 0; i < k; i += 32, out += KN_SPLIT_BYTES) {
+    for (int i = 0; i < k; i += 32, out += KN_BF16_CELL) {
         int n0 = BT_MIN(16, k - i), n1 = BT_MIN(16, k - i - n0);
 
         split16(v16_load_n(x + i, n0), out, out + KN_TILE_ROW);
         split16(v16_load_n(x + i + 16, n1), out + 32, out + KN_TILE_ROW + 32);
+    }
+}
+
+void KN_V(bf16_rows)(void *acts, int t0, int t1, const float *x, size_t stride, int k)
+{
+    for (int t = t0; t < t1; t++) {
+        split_row(acts, t, x + (size_t)t * stride, k);
     }
 }
 
@@ -65,13 +72,13 @@ static void finish(const struct kn_tile_job *j, int tile, int row, int real, con
 /* 16 rows by 2 tiles. */
 static void two_by_two(const struct kn_tile_job *j, int row, int real, int tile)
 {
-    size_t blocks = BT_DIV_UP((size_t)j->k, 32), step = blocks * KN_SPLIT_BYTES;
-    const char *x = (const char *)j->split + (size_t)(row / KN_SPLIT_ROWS) * step;
+    size_t blocks = BT_DIV_UP((size_t)j->k, 32), step = blocks * KN_BF16_CELL;
+    const char *x = (const char *)j->acts16 + (size_t)(row / KN_BF16_ROWS) * step;
     const char *w = j->tile + (size_t)tile * step;
-    BT_ALIGNED(64) float sums[4][KN_SPLIT_BYTES / sizeof(float)];
+    BT_ALIGNED(64) float sums[4][KN_BF16_CELL / sizeof(float)];
 
     kn_tile_begin_sums(NULL, NULL, false);
-    for (size_t b = 0; b < blocks; b++, x += KN_SPLIT_BYTES, w += KN_SPLIT_BYTES) {
+    for (size_t b = 0; b < blocks; b++, x += KN_BF16_CELL, w += KN_BF16_CELL) {
         KN_TILE_LOAD(4, x, KN_TILE_ROW);
         KN_TILE_LOAD(6, w, KN_TILE_ROW);
         KN_TILE_DOT_BF16(0, 4, 6);
@@ -86,22 +93,22 @@ static void two_by_two(const struct kn_tile_job *j, int row, int real, int tile)
     KN_TILE_STORE(2, sums[2], KN_TILE_ROW);
     KN_TILE_STORE(3, sums[3], KN_TILE_ROW);
     for (int i = 0; i < 4; i++) {
-        int n = i < 2 ? KN_SPLIT_ROWS : real - KN_SPLIT_ROWS;
+        int n = i < 2 ? KN_BF16_ROWS : real - KN_BF16_ROWS;
 
-        finish(j, tile + i % 2, row + i / 2 * KN_SPLIT_ROWS, n, sums[i]);
+        finish(j, tile + i % 2, row + i / 2 * KN_BF16_ROWS, n, sums[i]);
     }
 }
 
 /* 8 rows by 4 tiles: a decode step, which reads weights once and waits for them. */
 static void one_by_four(const struct kn_tile_job *j, int row, int real, int tile)
 {
-    size_t blocks = BT_DIV_UP((size_t)j->k, 32), step = blocks * KN_SPLIT_BYTES;
-    const char *x = (const char *)j->split + (size_t)(row / KN_SPLIT_ROWS) * step;
+    size_t blocks = BT_DIV_UP((size_t)j->k, 32), step = blocks * KN_BF16_CELL;
+    const char *x = (const char *)j->acts16 + (size_t)(row / KN_BF16_ROWS) * step;
     const char *w = j->tile + (size_t)tile * step;
-    BT_ALIGNED(64) float sums[4][KN_SPLIT_BYTES / sizeof(float)];
+    BT_ALIGNED(64) float sums[4][KN_BF16_CELL / sizeof(float)];
 
     kn_tile_begin_sums(NULL, NULL, false);
-    for (size_t b = 0; b < blocks; b++, x += KN_SPLIT_BYTES, w += KN_SPLIT_BYTES) {
+    for (size_t b = 0; b < blocks; b++, x += KN_BF16_CELL, w += KN_BF16_CELL) {
         KN_TILE_LOAD(4, x, KN_TILE_ROW);
         KN_TILE_LOAD(5, w, KN_TILE_ROW);
         KN_TILE_DOT_BF16(0, 4, 5);
@@ -123,13 +130,13 @@ static void one_by_four(const struct kn_tile_job *j, int row, int real, int tile
 
 static void one_by_one(const struct kn_tile_job *j, int row, int real, int tile)
 {
-    size_t blocks = BT_DIV_UP((size_t)j->k, 32), step = blocks * KN_SPLIT_BYTES;
-    const char *x = (const char *)j->split + (size_t)(row / KN_SPLIT_ROWS) * step;
+    size_t blocks = BT_DIV_UP((size_t)j->k, 32), step = blocks * KN_BF16_CELL;
+    const char *x = (const char *)j->acts16 + (size_t)(row / KN_BF16_ROWS) * step;
     const char *w = j->tile + (size_t)tile * step;
-    BT_ALIGNED(64) float sums[KN_SPLIT_BYTES / sizeof(float)];
+    BT_ALIGNED(64) float sums[KN_BF16_CELL / sizeof(float)];
 
     KN_TILE_ZERO(0);
-    for (size_t b = 0; b < blocks; b++, x += KN_SPLIT_BYTES, w += KN_SPLIT_BYTES) {
+    for (size_t b = 0; b < blocks; b++, x += KN_BF16_CELL, w += KN_BF16_CELL) {
         KN_TILE_LOAD(4, x, KN_TILE_ROW);
         KN_TILE_LOAD(5, w, KN_TILE_ROW);
         KN_TILE_DOT_BF16(0, 4, 5);
@@ -138,7 +145,7 @@ static void one_by_one(const struct kn_tile_job *j, int row, int real, int tile)
     finish(j, tile, row, real, sums);
 }
 
-void KN_V(split_tiles)(const struct kn_tile_job *j, int n_tiles)
+void KN_V(bf16_tiles)(const struct kn_tile_job *j, int n_tiles)
 {
     int t0 = 0;
 
@@ -146,14 +153,14 @@ void KN_V(split_tiles)(const struct kn_tile_job *j, int n_tiles)
     while (t0 < n_tiles) {
         int n = n_tiles - t0 >= 4 ? 4 : 1, row = 0;
 
-        for (; n == 4 && j->n_rows - row > KN_SPLIT_ROWS; row += 2 * KN_SPLIT_ROWS) {
-            int real = BT_MIN(2 * KN_SPLIT_ROWS, j->n_rows - row);
+        for (; n == 4 && j->n_rows - row > KN_BF16_ROWS; row += 2 * KN_BF16_ROWS) {
+            int real = BT_MIN(2 * KN_BF16_ROWS, j->n_rows - row);
 
             two_by_two(j, row, real, t0);
             two_by_two(j, row, real, t0 + 2);
         }
-        for (; row < j->n_rows; row += KN_SPLIT_ROWS) {
-            int real = BT_MIN(KN_SPLIT_ROWS, j->n_rows - row);
+        for (; row < j->n_rows; row += KN_BF16_ROWS) {
+            int real = BT_MIN(KN_BF16_ROWS, j->n_rows - row);
 
             if (n == 4) {
                 one_by_four(j, row, real, t0);
