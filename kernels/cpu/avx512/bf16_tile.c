@@ -73,6 +73,11 @@ KN_INLINE void rows_by_tiles(const struct kn_tile_job *j, int row, int real, int
     __m512 sum[MAX_SUMS];
     struct kn_tile_job t = *j;
 
+    for (int r = 0; r < real; r++) { /* sums go there when they are done */
+        __builtin_prefetch(j->out + (size_t)(row + r) * j->out_stride + tile * KN_TILE, 1);
+        __builtin_prefetch(j->out + (size_t)(row + r) * j->out_stride + (tile + m - 1) * KN_TILE,
+                           1);
+    }
 #pragma GCC unroll 24
     for (int i = 0; i < n * m; i++) {
         sum[i] = _mm512_setzero_ps();
@@ -137,7 +142,8 @@ void KN_V(bf16_tiles)(const struct kn_tile_job *j, int n_tiles)
 {
     int tile = 0;
 
-    for (; j->n_rows <= 4 && tile + 4 <= n_tiles; tile += 4) { /* a decode step waits for weights */
+    for (; j->n_rows <= KN_BF16_FEW && tile + 4 <= n_tiles;
+         tile += 4) { /* a decode step waits for weights */
         all_rows(j, tile, 4);
     }
     for (; tile + 2 <= n_tiles; tile += 2) {

@@ -298,8 +298,10 @@ void KN_V(matmul)(struct kn_stream *stream, const struct kn_matmul_args *a)
         rounds += j.n_tiles % (size * PANEL_TILES) != 0; /* in which all members have a panel */
         j.per_item = (int)BT_DIV_UP(j.n_tiles, size * rounds);
     }
-    if (j.acts16) { /* four tiles at once */
-        j.per_item = (j.per_item + 3) / 4 * 4;
+    if (j.acts16) { /* so many tiles at once */
+        int at_once = KN_VEC_AMX || a->n_rows <= KN_BF16_FEW ? 4 : 2;
+
+        j.per_item = (int)BT_DIV_UP(j.per_item, at_once) * at_once;
     }
     kn_team_run(stream->team, (int)BT_DIV_UP(j.n_tiles, j.per_item), matmul_item, &j);
 }

@@ -49,6 +49,8 @@ struct kn_acts {
 #define KN_BF16_ROWS 12
 #define KN_BF16_CELL 768
 #endif
+#define KN_BF16_FEW                                                                                \
+    4 /* rows that meet four tiles of weights at once without tile registers, more two */
 
 _Static_assert(sizeof(struct kn_acts) == KN_ACTS_BYTES && KN_BF16_CELL <= KN_BF16_BYTES,
                "see kn_scratch_bytes");
