@@ -23,8 +23,8 @@ static void env_init_once(void)
     static const struct {
         const char *name, *value;
     } vars[] = {
-        {"UCX_TCP_TX_SEG_SIZE", "64k"}, /* 8k by default: a third of the rate */
-        {"UCX_TCP_RX_SEG_SIZE", "64k"},
+        {"UCX_TCP_TX_SEG_SIZE", "256k"}, /* 8k by default: a third of the rate */
+        {"UCX_TCP_RX_SEG_SIZE", "256k"},
         {"UCX_POSIX_ERROR_HANDLING", "y"}, /* else shared memory is left out in PEER mode */
         {"UCX_SYSV_ERROR_HANDLING", "y"},
         {"UCX_KEEPALIVE_INTERVAL", "500ms"},

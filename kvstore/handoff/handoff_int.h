@@ -22,7 +22,7 @@
 #define KV_AHEAD_BYTES         (2u << 20)   /* summed and not yet read: in P's second-level cache */
 #define KV_LOT_BYTES           (1u << 20)   /* announced in one message */
 #define KV_DATA_PIECE_BYTES    (256u << 10) /* longest piece that travels in messages */
-#define KV_DATA_PART_BYTES     (60u << 10) /* of one message: fits a TCP segment of UCX, one copy */
+#define KV_DATA_PART_BYTES     (252u << 10) /* of one message: fits a TCP segment of UCX, one copy */
 #define KV_MAX_WAITING_TICKETS 4096
 #define KV_TOMBS                                                                                   \
     512 /* ended sends that are remembered, so that a late ticket is refused at once               \

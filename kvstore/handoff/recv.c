@@ -544,6 +544,7 @@ static void on_data(struct kv_recv *r, const struct wire_handoff *m, struct bt_s
 {
     const struct wire_piece *at = &m->pieces[0];
     struct kv_piece *piece = r->part;
+    bool sum_follows = r->peer->version >= 4;
 
     if (m->offset == 0 && !piece) {
         if (!check_pieces(r, m)) {
@@ -556,13 +557,16 @@ static void on_data(struct kv_recv *r, const struct wire_handoff *m, struct bt_s
         r->part = piece;
     } else if (!piece || m->layer != piece->layer || m->first_page != piece->first_page ||
                at->page != piece->at.page || at->n_pages != piece->at.n_pages ||
-               at->sum != piece->at.sum || m->offset != piece->landed) {
+               (at->sum != piece->at.sum && !sum_follows) || m->offset != piece->landed) {
         kv_peer_violation(r->peer, "a part that does not follow on", m);
         return;
     }
     if (data.n == 0 || data.n > piece->bytes - piece->landed) {
         kv_peer_violation(r->peer, "a part that is empty or too long", m);
         return;
+    }
+    if (sum_follows) {
+        piece->at.sum = at->sum; /* the last part's counts */
     }
     kv_recv_place_part(piece, data);
 }

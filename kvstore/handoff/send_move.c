@@ -5,7 +5,7 @@
  * neighbours in the pool, so its bytes in one layer are contiguous.
  *   pull     ANNOUNCE tells where the pieces are and their checksums; what was summed is still in a
  *            cache when D reads it: so sums stay 2 MiB ahead of what D says it has reached
- *   message  DATA carries one piece; bounded bytes in flight
+ *   message  DATA carries one piece, the last part its sum; bounded bytes in flight
  *   put      the piece is written into D's pages, and PLACED follows when it is visible there */
 #include "kvstore/handoff/handoff_int.h"
 
@@ -43,8 +43,15 @@ static size_t piece_size(const struct kv_send *s, const struct wire_piece *at)
     return (size_t)at->n_pages * s->end.fmt->layout->page_stride;
 }
 
-/* The run of neighbours that starts at prompt page `first`, checksummed. False if the caller gave
- * the pages away under us. */
+/* The last part of a piece brings its sum: it is taken when the kernel has read the other parts,
+ * from a cache. */
+static bool sums_follow(const struct kv_send *s)
+{
+    return s->method == BT_NET_METHOD_MESSAGE && s->peer->version >= 4;
+}
+
+/* The run of neighbours that starts at prompt page `first`, checksummed unless it travels in
+ * messages to who takes the sum behind them. False if the caller gave the pages away under us. */
 static bool make_piece(struct kv_send *s,
                        uint32_t layer,
                        uint32_t first,
@@ -69,7 +76,9 @@ static bool make_piece(struct kv_send *s,
     }
     *ret = (struct wire_piece){
         .page = s->pages[first], .generation = s->generations[first], .n_pages = n};
-    ret->sum = kv_sum_cold(piece_bytes(s, layer, ret), n * stride);
+    if (!sums_follow(s)) {
+        ret->sum = kv_sum_cold(piece_bytes(s, layer, ret), n * stride);
+    }
     return true;
 }
 
@@ -221,6 +230,9 @@ static bool send_data(struct kv_send *s,
         size_t n = BT_MIN(bytes - at, (size_t)KV_DATA_PART_BYTES);
 
         m.offset = (uint32_t)at;
+        if (at + n == bytes && sums_follow(s)) {
+            m.pieces[0].sum = kv_sum(piece_bytes(s, layer, piece), bytes);
+        }
         if (!send_part(s, &m, n)) {
             return false;
         }

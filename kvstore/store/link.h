@@ -13,7 +13,7 @@
 
 #include <pthread.h>
 
-#define KV_LINK_PART_BYTES     (60u << 10)  /* of one DATA message */
+#define KV_LINK_PART_BYTES     (252u << 10) /* of one DATA message */
 #define KV_LINK_CACHED_BYTES   (256u << 10) /* gathered in one go, and sent from the cache */
 #define KV_LINK_PIECE_BYTES    (512u << 10) /* of one read or write */
 #define KV_LINK_INFLIGHT_BYTES (8u << 20)   /* DATA of one connection that is not out */

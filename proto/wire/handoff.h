@@ -31,7 +31,8 @@
  *                    40  n_pieces times {u32 P's page, u32 generation, u32 n_pages, u32 zero,
  *                        u64 XXH3-64 of the bytes}
  *                        DATA: u32 offset of the data in the piece, u32 zero; the parts of a piece
- *                        come one after the other, the sum is that of the whole
+ *                        come one after the other, the sum is that of the whole, from version 4 on
+ *                        in the last part alone (in the others it means nothing)
  *   COMMIT           28  u32 n_tokens   32  u32 n_first   36  u32 zero   40  n_first times i32
  *   RESEND           28  u32 layer   32  u32 first page   36  u32 n_pages   40  u32 generation
  *   ABORT, NO        28  i32 code   32  u16 text bytes   34  u16 zero   36  text
@@ -51,8 +52,8 @@
 #include "common/base/rc.h"
 
 #define WIRE_HANDOFF_MAGIC       0x4f48
-#define WIRE_HANDOFF_VERSION     3 /* N */
-#define WIRE_HANDOFF_VERSION_MIN 1 /* N-2 */
+#define WIRE_HANDOFF_VERSION     4 /* N */
+#define WIRE_HANDOFF_VERSION_MIN 1 /* N-3 */
 
 #define WIRE_HANDOFF_MAX_HEAD    4096
 #define WIRE_HANDOFF_MAX_NAME    128

@@ -16,6 +16,8 @@
 #include "tests/bench/probe.h"
 #include "tests/bench/probe_memory.h"
 
+#include <errno.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/prctl.h>
@@ -53,13 +55,6 @@ static void write_all(int fd, const void *p, size_t n)
     }
 }
 
-static void nap(void)
-{
-    const struct timespec ts = {0, 50000};
-
-    nanosleep(&ts, NULL);
-}
-
 static void nap_until(uint64_t ns)
 {
     const struct timespec ts = {(time_t)(ns / BT_NS_PER_S), (long)(ns % BT_NS_PER_S)};
@@ -74,7 +69,10 @@ struct side {
     struct kv_pool *pool;
     struct kv_handoff *h;
     uint32_t *pages, n_pages;
-    int done, rc; /* atomic: of the last prompt */
+    pthread_mutex_t lock;
+    pthread_cond_t cond;
+    bool done; /* the last prompt, with these; guarded by lock */
+    int rc;
     char msg[232];
 };
 
@@ -91,8 +89,13 @@ static void open_side(struct side *s, const char *name, uint64_t incarnation)
                                  .incarnation = incarnation,
                                  .max_open = 4,
                                  .silence_ns = 10 * BT_NS_PER_S};
+    pthread_condattr_t clock;
     struct bt_err err;
 
+    pthread_mutex_init(&s->lock, NULL);
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&s->cond, &clock);
     if (kv_layout_init(&l, &err) < 0 ||
         kv_pool_create(&l, &bt_mem_host, "bench", &s->pool, &err) < 0) {
         die(name, &err);
@@ -121,26 +124,32 @@ static void close_side(struct side *s)
 
 static void ended(struct side *s, int rc, const char *msg)
 {
+    pthread_mutex_lock(&s->lock);
     s->rc = rc;
     snprintf(s->msg, sizeof(s->msg), "%s", msg);
-    __atomic_store_n(&s->done, 1, __ATOMIC_RELEASE);
+    s->done = true;
+    pthread_cond_signal(&s->cond);
+    pthread_mutex_unlock(&s->lock);
 }
 
+/* Sleeps: who looks again and again takes time from those who move the bytes. */
 static void wait_end(struct side *s)
 {
     uint64_t end = bt_deadline_ns(PATIENCE_NS);
+    const struct timespec ts = {(time_t)(end / BT_NS_PER_S), (long)(end % BT_NS_PER_S)};
 
-    while (!__atomic_load_n(&s->done, __ATOMIC_ACQUIRE)) {
-        if (bt_now_ns() > end) {
+    pthread_mutex_lock(&s->lock);
+    while (!s->done) {
+        if (pthread_cond_timedwait(&s->cond, &s->lock, &ts) == ETIMEDOUT) {
             die("a handoff does not end", NULL);
         }
-        nap();
     }
+    s->done = false;
+    pthread_mutex_unlock(&s->lock);
     if (s->rc != BT_OK) {
         fprintf(stderr, "bench_handoff: %s\n", s->msg);
         exit(1);
     }
-    s->done = 0;
 }
 
 /* ---- the prefill node, a process of its own ---- */

@@ -8,7 +8,7 @@
 perftest_port=27450
 # perftest TRANSPORTS TEST SIZE COUNT WARMUP: GB/s
 perftest() {
-    export UCX_TCP_TX_SEG_SIZE=64k UCX_TCP_RX_SEG_SIZE=64k UCX_WARN_UNUSED_ENV_VARS=n UCX_LOG_LEVEL=error
+    export UCX_TCP_TX_SEG_SIZE=256k UCX_TCP_RX_SEG_SIZE=256k UCX_WARN_UNUSED_ENV_VARS=n UCX_LOG_LEVEL=error
     local server port=$perftest_port
     UCX_TLS=$1 ucx_perftest -p "$port" >/dev/null 2>&1 &
     server=$!

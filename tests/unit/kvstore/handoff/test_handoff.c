@@ -210,17 +210,20 @@ static void test_behind_with_a_peer_of_version_1(void **state)
 }
 
 /* Longer than P's sums may be ahead of D: it goes on as D tells how far it is, and without that
- * where one of the two is older. */
+ * where one of the two is older. In messages sums come behind their bytes, or before for an older
+ * D. */
 static void test_long_prompts_between_versions(void **state)
 {
-    static const uint32_t versions[][2] = {{3, 3}, {2, 3}, {3, 2}, {1, 3}};
+    static const uint32_t versions[][2] = {{4, 4}, {3, 4}, {4, 3}, {2, 4}, {4, 2}, {1, 4}};
 
-    for (size_t i = 0; i < BT_ARRAY_LEN(versions); i++) {
+    for (size_t i = 0; i < 2 * BT_ARRAY_LEN(versions); i++) {
         struct node_opts op = {.n_layers = 6, .n_kv_heads = 8, .head_dim = 128}, od = op;
         struct node p, d;
 
-        op.wire_version = versions[i][0];
-        od.wire_version = versions[i][1];
+        op.method = od.method = i % 2 ? "message" : "pull";
+
+        op.wire_version = versions[i / 2][0];
+        od.wire_version = versions[i / 2][1];
         open_pair(&p, &d, op, od);
         hand_over(&p, &d, 1000, 1000, false); /* 24 MiB */
         hand_over(&p, &d, 1000, 128, true);

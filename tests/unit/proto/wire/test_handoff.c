@@ -179,7 +179,7 @@ static void test_versions_are_named(void **state)
     n = wire_handoff_pack(&m, head);
     assert_int_equal(wire_handoff_unpack((struct bt_str){head, n}, &got, &err), BT_E_INCOMPATIBLE);
     assert_non_null(strstr(err.msg, "version 9"));
-    assert_non_null(strstr(err.msg, "1 to 3"));
+    assert_non_null(strstr(err.msg, "1 to 4"));
     assert_int_equal(wire_handoff_unpack(BT_STR("GET / HTTP/1.1\r\n"), &got, &err),
                      BT_E_PEER_PROTOCOL);
 }
