@@ -17,14 +17,27 @@
 #include <stdlib.h>
 #include <ucs/config/global_opts.h>
 #include <ucs/debug/debug.h>
+#include <ucs/sys/string.h>
+
+#define SEGMENT_MIN 8192
+#define SEGMENT_MAX (1u << 20)
+#define TX_SEGMENT  "UCX_TCP_TX_SEG_SIZE"
+#define RX_SEGMENT  "UCX_TCP_RX_SEG_SIZE"
+
+/* As long in both directions; whoever sets one means both. 8k by default: a third of the rate. */
+static void set_segments(void)
+{
+    const char *tx = getenv(TX_SEGMENT), *rx = getenv(RX_SEGMENT);
+
+    setenv(TX_SEGMENT, rx ? rx : "256k", 0);
+    setenv(RX_SEGMENT, tx ? tx : "256k", 0);
+}
 
 static void env_init_once(void)
 {
     static const struct {
         const char *name, *value;
     } vars[] = {
-        {"UCX_TCP_TX_SEG_SIZE", "256k"}, /* 8k by default: a third of the rate */
-        {"UCX_TCP_RX_SEG_SIZE", "256k"},
         {"UCX_POSIX_ERROR_HANDLING", "y"}, /* else shared memory is left out in PEER mode */
         {"UCX_SYSV_ERROR_HANDLING", "y"},
         {"UCX_KEEPALIVE_INTERVAL", "500ms"},
@@ -42,6 +55,7 @@ static void env_init_once(void)
     for (size_t i = 0; i < BT_ARRAY_LEN(vars); i++) {
         setenv(vars[i].name, vars[i].value, 0);
     }
+    set_segments();
     /* These two were read when the library was loaded. */
     ucs_global_opts_set_value("LOG_LEVEL", getenv("UCX_LOG_LEVEL"));
     ucs_global_opts_set_value("WARN_UNUSED_ENV_VARS", getenv("UCX_WARN_UNUSED_ENV_VARS"));
@@ -55,6 +69,20 @@ void bt_net_env_init(void)
     static pthread_once_t once = PTHREAD_ONCE_INIT;
 
     pthread_once(&once, env_init_once);
+}
+
+int bt_net_env_segment(uint32_t *ret, struct bt_err *err)
+{
+    const char *tx = getenv(TX_SEGMENT), *rx = getenv(RX_SEGMENT);
+    size_t t = 0, r = 0;
+
+    if (ucs_str_to_memunits(tx, &t) != UCS_OK || ucs_str_to_memunits(rx, &r) != UCS_OK || t != r ||
+        r < SEGMENT_MIN || r > SEGMENT_MAX) {
+        return BT_FAIL(err, BT_E_CONFIG, "%s is \"%s\" and %s \"%s\": both must be equal, 8k to 1m",
+                       TX_SEGMENT, tx, RX_SEGMENT, rx);
+    }
+    *ret = (uint32_t)r;
+    return BT_OK;
 }
 
 int bt_net_resolve(const char *address,

@@ -12,8 +12,11 @@
  *   every transport.
  *
  * Prelude, 32 bytes, both ways: 0  8 bytes "BATONKV\0"   8  u16 version   10  u16 status
- * (0 welcome, 1 version not spoken, 2 busy)   12  u16 port of UCX (answer only)   14  18 bytes
- * zero. Little endian.
+ * (0 welcome, 1 version not spoken, 2 busy, 3 other segments)   12  u16 port of UCX (answer only)
+ * 14  2 zero   16  u32 longest segment of UCX's TCP (since version 2)   20  12 zero. Little endian.
+ *
+ * Segments have one length on both sides: UCX cuts messages by its own and ends the process that
+ * gets a longer one than it has room for.
  *
  * With RDMA devices there is no gate: librdmacm carries the setup.
  *
@@ -232,6 +235,9 @@ static bool say(struct bt_net_gate *g, unsigned status, unsigned port)
     p[10] = (char)status;
     p[12] = (char)(port & 0xff);
     p[13] = (char)(port >> 8);
+    for (int i = 0; i < 4; i++) {
+        p[16 + i] = (char)(g->net->segment >> 8 * i);
+    }
     return send(g->fd, p, sizeof(p), MSG_NOSIGNAL) == (ssize_t)sizeof(p);
 }
 
@@ -240,11 +246,24 @@ static unsigned u16_at(const char *p)
     return (unsigned)(uint8_t)p[0] | (unsigned)(uint8_t)p[1] << 8;
 }
 
+static uint32_t u32_at(const char *p)
+{
+    return u16_at(p) | (uint32_t)u16_at(p + 2) << 16;
+}
+
+static bool is_prelude(const char *p)
+{
+    static const char zero[12];
+
+    return memcmp(p, magic, sizeof(magic)) == 0 && memcmp(p + 14, zero, 2) == 0 &&
+           memcmp(p + 20, zero, sizeof(zero)) == 0;
+}
+
 /* 1 there and right, 0 wait, -1 over. */
 static int hear(struct bt_net_gate *g)
 {
-    static const char zero[18];
     unsigned version, status;
+    uint32_t segment;
 
     while (g->have < PRELUDE_BYTES) {
         ssize_t n = recv(g->fd, g->prelude + g->have, PRELUDE_BYTES - g->have, 0);
@@ -259,17 +278,18 @@ static int hear(struct bt_net_gate *g)
     }
     version = u16_at(g->prelude + 8);
     status = u16_at(g->prelude + 10);
-    if (memcmp(g->prelude, magic, sizeof(magic)) != 0 ||
-        memcmp(g->prelude + 14, zero, sizeof(zero)) != 0) {
+    segment = u32_at(g->prelude + 16);
+    if (!is_prelude(g->prelude)) {
         BT_WARN("gate_stranger", "peer=%s msg=\"does not speak the transfer protocol\"",
                 g->address);
         return -1;
     }
-    if (version != BT_NET_FRAME_VERSION || status != 0) {
-        BT_WARN("gate_refused", "peer=%s version=%u own_version=%d status=%u", g->address, version,
-                BT_NET_FRAME_VERSION, status);
+    if (version != BT_NET_FRAME_VERSION || status != 0 || segment != g->net->segment) {
+        BT_WARN("gate_refused",
+                "peer=%s version=%u own_version=%d status=%u segment=%u own_segment=%u", g->address,
+                version, BT_NET_FRAME_VERSION, status, segment, g->net->segment);
         if (g->state == HEARING) {
-            (void)say(g, 1, 0);
+            (void)say(g, version != BT_NET_FRAME_VERSION ? 1 : 3, 0);
         }
         return -1;
     }

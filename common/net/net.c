@@ -430,6 +430,10 @@ int bt_net_create(const struct bt_net_cfg *cfg,
         return BT_FAIL(err, BT_E_NOMEM, "net: out of memory");
     }
     bt_net_env_init();
+    rc = bt_net_env_segment(&net->segment, err);
+    if (rc != BT_OK) {
+        goto fail;
+    }
     rc = bt_net_method_parse(net->method_name, &net->forced_method, err);
     if (rc != BT_OK) {
         goto fail;

@@ -15,7 +15,7 @@
 #include <ucp/api/ucp.h>
 
 #define BT_NET_AM_ID         1
-#define BT_NET_FRAME_VERSION 1
+#define BT_NET_FRAME_VERSION 2
 #define BT_NET_OP_HEAD       256 /* longer heads are allocated one by one */
 #define BT_NET_OPS_KEPT      512
 #define BT_NET_MAX_PEERS     1024
@@ -110,6 +110,7 @@ struct bt_net {
     struct bt_net_handlers on;
     char *listen, *transports, *devices, *method_name; /* copies behind cfg */
     char address[64];
+    uint32_t segment; /* bytes, longest of UCX's TCP in either direction */
     pthread_t thread;
     struct bt_mailbox mailbox;
     int efd;
@@ -158,6 +159,8 @@ struct bt_net {
 /* env.c */
 /* Sets the UCX_* variables this project relies on, once per process, where the user has not. */
 void bt_net_env_init(void);
+/* What UCX will be told of segments. BT_E_CONFIG: not one length for both directions. */
+int bt_net_env_segment(uint32_t *ret, struct bt_err *err);
 int bt_net_resolve(const char *address,
                    bool numeric_only,
                    struct sockaddr_storage *ret,

@@ -185,10 +185,36 @@ static void measure_limits(const struct kn_model *m)
     }
 }
 
+static bool has_bf16(const struct bt_model_file *mf)
+{
+    for (size_t i = 0; i < bt_model_n_tensors(mf); i++) {
+        const struct bt_tensor *t = bt_model_tensor_at(mf, i);
+
+        if (t->n_dims == 2 && t->dtype == BT_DTYPE_BF16) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Products of bf16 are another numerics, whose KV is no one else's: "auto" means them only where
+ * there are such weights. */
+static int
+select_ops(const struct kn_model *m, const char *isa, const struct kn_ops **ret, struct bt_err *err)
+{
+    int rc = kn_ops_select(isa, ret, err);
+
+    if (rc == BT_OK && strcmp(isa, "auto") == 0 && strcmp((*ret)->isa, "avx512bf16") == 0 &&
+        !has_bf16(m->cfg.file)) {
+        rc = kn_ops_select("avx512", ret, err);
+    }
+    return rc;
+}
+
 static int create_on_cpu(struct kn_model *m, const char *isa, struct bt_err *err)
 {
     struct kn_weights_to to = {0};
-    int rc = kn_ops_select(isa, &to.ops, err);
+    int rc = select_ops(m, isa, &to.ops, err);
 
     if (rc < 0) {
         return rc;

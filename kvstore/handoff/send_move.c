@@ -217,6 +217,7 @@ static bool send_data(struct kv_send *s,
                       const struct wire_piece *piece,
                       uint16_t flags)
 {
+    const void *from = piece_bytes(s, layer, piece);
     size_t bytes = piece_size(s, piece), at = 0;
     struct wire_handoff m;
 
@@ -231,7 +232,7 @@ static bool send_data(struct kv_send *s,
 
         m.offset = (uint32_t)at;
         if (at + n == bytes && sums_follow(s)) {
-            m.pieces[0].sum = kv_sum(piece_bytes(s, layer, piece), bytes);
+            m.pieces[0].sum = at == 0 ? kv_sum_cold(from, bytes) : kv_sum(from, bytes);
         }
         if (!send_part(s, &m, n)) {
             return false;

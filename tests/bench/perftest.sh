@@ -23,7 +23,7 @@ perftest() {
 
 # perftest_ceilings: sets shm, shm_cached, tcp, tcp_cached
 perftest_ceilings() {
-    local large=536870912 piece=524288 part=61440
+    local large=536870912 piece=524288 part=258048
     perftest_port=27451 shm=$(perftest posix,sysv,cma,self ucp_get $large 6 1)
     perftest_port=27452 shm_cached=$(perftest posix,sysv,cma,self ucp_get $piece 4000 100)
     perftest_port=27453 tcp=$(perftest tcp,self ucp_am_bw $large 6 1)

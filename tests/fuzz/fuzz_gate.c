@@ -7,6 +7,8 @@
 
 #include <netinet/ip.h>
 
+#define SEGMENT (256u << 10)
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n);
 
 static void must(bool ok)
@@ -25,15 +27,17 @@ static void init(struct bt_net *net)
     bt_list_init(&net->gate_queue);
     bt_list_init(&net->timers);
     net->ucx_address.ss_family = AF_INET;
+    net->segment = SEGMENT;
 }
 
 /* The bytes that came, if all of them are a prelude that may pass. */
 static bool is_right(const char *p, size_t n)
 {
-    static const char zero[18];
+    static const char zero[12], segment[4] = {0, 0, SEGMENT >> 16, 0};
 
     return n == PRELUDE_BYTES && memcmp(p, magic, 8) == 0 && p[8] == BT_NET_FRAME_VERSION &&
-           memcmp(p + 9, zero, 3) == 0 && memcmp(p + 14, zero, 18) == 0;
+           memcmp(p + 9, zero, 3) == 0 && memcmp(p + 14, zero, 2) == 0 &&
+           memcmp(p + 16, segment, 4) == 0 && memcmp(p + 20, zero, 12) == 0;
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)

@@ -13,7 +13,7 @@
 
 #define KN_CAT_(a, b) a##b
 #define KN_CAT(a, b)  KN_CAT_(a, b)
-/* KN_ISA_PREFIX comes from the build: kn_avx2_ or kn_avx512_. */
+/* KN_ISA_PREFIX comes from the build: "kn_avx2_", for example. */
 #define KN_V(name) KN_CAT(KN_ISA_PREFIX, name)
 #define KN_INLINE  static inline __attribute__((always_inline))
 

@@ -889,8 +889,22 @@ static void test_gate_names_its_version(void **state)
     assert_int_equal(connect(fd, (struct sockaddr *)&in, sizeof(in)), 0);
     assert_int_equal(send(fd, prelude, sizeof(prelude), 0), sizeof(prelude));
     assert_int_equal(recv(fd, answer, sizeof(answer), MSG_WAITALL), 32);
-    assert_memory_equal(answer, "BATONKV\0\1\0\1\0", 12);
+    assert_memory_equal(answer, "BATONKV\0\2\0\1\0\0\0\0\0\0\0\4\0", 20);
     close(fd);
+    /* One with shorter segments, and one with ours. */
+    for (int same = 0; same < 2; same++) {
+        const char *ours =
+            same ? "BATONKV\0\2\0\0\0\0\0\0\0\0\0\4" : "BATONKV\0\2\0\0\0\0\0\0\0\0\0\1";
+        char theirs[32] = {0};
+
+        memcpy(theirs, ours, 19);
+        fd = socket(AF_INET, SOCK_STREAM, 0);
+        assert_int_equal(connect(fd, (struct sockaddr *)&in, sizeof(in)), 0);
+        assert_int_equal(send(fd, theirs, sizeof(theirs), 0), sizeof(theirs));
+        assert_int_equal(recv(fd, answer, sizeof(answer) - 1, MSG_WAITALL), 32);
+        assert_int_equal(answer[10], same ? 0 : 3);
+        close(fd);
+    }
     fd = socket(AF_INET, SOCK_STREAM, 0);
     assert_int_equal(connect(fd, (struct sockaddr *)&in, sizeof(in)), 0);
     assert_int_equal(recv(fd, answer, sizeof(answer), 0), 0);
