@@ -621,6 +621,9 @@ static void follow(struct rt_router *r, const struct bt_member *m)
         return;
     }
     if (n->incarnation != 0 && n->state != RT_NODE_LOST && n->state != RT_NODE_CONNECTING) {
+        if (m->incarnation == n->incarnation) {
+            return; /* a seed by another spelling that was reached first: its session goes on */
+        }
         lose(n, "replaced by a newer process");
     }
     n->incarnation = m->incarnation;

@@ -329,7 +329,7 @@ def test_TIER_05_daemon_restarts_with_its_disk(cluster, tmp_path):
     c.procs["store-0"].stop()  # what is in memory alone goes to disk
     c.restart("store-0")
     assert c.status("store-0").incarnation > before
-    eventually(lambda: c.status("store-0").blocks_announced >= 2 * N_PROMPTS, 20, "announced again")
+    eventually(lambda: c.status("store-0").blocks_announced >= 2 * N_PROMPTS, 60, "announced again")
     hits_on_another(c, want)
 
 
