@@ -143,9 +143,10 @@ static void on_members(void *arg, struct bt_members *take_members)
     bt_members_unref(take_members);
 }
 
+/* A hundredth of a round or less; who looks more often takes time from those who move the bytes. */
 static void nap(void)
 {
-    const struct timespec ts = {0, 50000};
+    const struct timespec ts = {0, BT_NS_PER_MS};
 
     nanosleep(&ts, NULL);
 }
