@@ -142,8 +142,8 @@ void KN_V(bf16_tiles)(const struct kn_tile_job *j, int n_tiles)
 {
     int tile = 0;
 
-    for (; j->n_rows <= KN_BF16_FEW && tile + 4 <= n_tiles;
-         tile += 4) { /* a decode step waits for weights */
+    /* A decode step waits for weights. */
+    for (; j->n_rows <= KN_BF16_FEW && tile + 4 <= n_tiles; tile += 4) {
         all_rows(j, tile, 4);
     }
     for (; tile + 2 <= n_tiles; tile += 2) {

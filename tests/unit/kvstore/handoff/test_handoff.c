@@ -221,7 +221,6 @@ static void test_long_prompts_between_versions(void **state)
         struct node p, d;
 
         op.method = od.method = i % 2 ? "message" : "pull";
-
         op.wire_version = versions[i / 2][0];
         od.wire_version = versions[i / 2][1];
         open_pair(&p, &d, op, od);
