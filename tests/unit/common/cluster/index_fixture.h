@@ -6,6 +6,7 @@
 
 #include "common/cluster/blockmap.h"
 
+#include "tests/unit/again.h"
 #include "tests/unit/common/cluster/redis_fixture.h"
 
 #include <inttypes.h>
@@ -175,7 +176,7 @@ static pid_t node_start(const char *name, uint64_t incarnation, size_t n_held, u
         snprintf(spec, sizeof(spec), "%s %llu %zu %u %s", name, (unsigned long long)incarnation,
                  n_held, salt, address);
         setenv("BATON_TEST_NODE", spec, 1);
-        execl("/proc/self/exe", "test_blockmap", NULL);
+        exec_again((const char *[]){"test_blockmap", NULL});
         _exit(127);
     }
     return pid;

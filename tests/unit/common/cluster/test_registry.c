@@ -3,6 +3,7 @@
  * its environment). Every wait is for an event with a generous deadline. */
 #include "common/cluster/registry.h"
 
+#include "tests/unit/again.h"
 #include "tests/unit/common/cluster/redis_fixture.h"
 
 #include <pthread.h>
@@ -214,7 +215,7 @@ static pid_t node_start(const char *name, uint64_t incarnation)
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         snprintf(spec, sizeof(spec), "%s %llu %s", name, (unsigned long long)incarnation, address);
         setenv("BATON_TEST_NODE", spec, 1);
-        execl("/proc/self/exe", "test_registry", NULL);
+        exec_again((const char *[]){"test_registry", NULL});
         _exit(127);
     }
     return pid;

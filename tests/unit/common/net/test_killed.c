@@ -2,6 +2,7 @@
  * of, the next one is heard. (With rings in shared memory one kill in 50 made the hearer deaf.)
  *
  * The binary starts itself as `test child ADDRESS TRANSPORTS`, which sends until it is killed. */
+#include "tests/unit/again.h"
 #include "tests/unit/cmocka.h"
 
 #include "common/base/buf.h"
@@ -114,7 +115,7 @@ static pid_t start(const char *address, const char *transports)
         for (int fd = 3; fd < 256; fd++) {
             close(fd);
         }
-        execl("/proc/self/exe", "test_killed", "child", address, transports, (char *)NULL);
+        exec_again((const char *[]){"test_killed", "child", address, transports, NULL});
         _exit(127);
     }
     return pid;

@@ -194,7 +194,7 @@ static void test_from_disk(void **state)
 
     conf.host_bytes = 16 * 12288; /* a dozen blocks */
     for (int life = 0; life < 2; life++) {
-        uint64_t end = bt_deadline_ns(20 * BT_NS_PER_S);
+        uint64_t end = bt_deadline_ns(RIG_WAIT_NS);
 
         node_open(&n, o, conf);
         ask_all(&n);
@@ -266,7 +266,7 @@ static void test_PFX_01_collisions_in_every_tier(void **state)
     }
     conf.host_bytes = 16 * 12288;
     for (int life = 0; life < 2; life++) {
-        uint64_t end = bt_deadline_ns(20 * BT_NS_PER_S);
+        uint64_t end = bt_deadline_ns(RIG_WAIT_NS);
         struct kn_engine_stats s;
 
         node_open(&n, o, conf);

@@ -1,6 +1,7 @@
 /* The other side is another process, which is killed or stopped in the middle of a transfer.
  *
  * The binary starts itself as `test child p|d TRANSPORTS` and talks to it in lines. */
+#include "tests/unit/again.h"
 #include "tests/unit/cmocka.h"
 
 #include "tests/unit/kvstore/handoff/node.h"
@@ -106,7 +107,7 @@ static void child_start(struct child *c, const char *role, const char *transport
         for (int fd = 3; fd < 256; fd++) {
             close(fd);
         }
-        execl("/proc/self/exe", "test_crash", "child", role, transports, (char *)NULL);
+        exec_again((const char *[]){"test_crash", "child", role, transports, NULL});
         _exit(127);
     }
     close(in[0]);

@@ -8,6 +8,7 @@
 #include "kvstore/store/server.h"
 #include "tests/unit/common/net/side.h"
 
+#include "tests/unit/again.h"
 #include "tests/unit/cmocka.h"
 
 #include <poll.h>
@@ -322,7 +323,7 @@ static void child_start(struct child *c, const char *role, const char *address, 
         for (int fd = 3; fd < 256; fd++) {
             close(fd);
         }
-        execl("/proc/self/exe", "test", "child", role, address, (char *)NULL);
+        exec_again((const char *[]){"test", "child", role, address, NULL});
         _exit(9);
     }
     close(in[0]);
