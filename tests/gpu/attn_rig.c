@@ -28,7 +28,7 @@ uint64_t rig_random(uint64_t *state)
     return z ^ z >> 31;
 }
 
-static uint16_t from_float(enum kn_cuda_dtype t, float x)
+uint16_t rig_bits(enum kn_cuda_dtype t, float x)
 {
     uint32_t u;
 
@@ -60,7 +60,7 @@ static uint16_t random_value(enum kn_cuda_dtype t, uint64_t *state)
     for (int i = 0; i < 8; i++) {
         sum += (int)(z >> 8 * i & 255);
     }
-    return from_float(t, ((float)sum - 1020.0f) / 209.0f);
+    return rig_bits(t, ((float)sum - 1020.0f) / 209.0f);
 }
 
 static void *device_alloc(size_t bytes)

@@ -59,6 +59,7 @@ int rig_launch(struct rig *r, bool decode, int layer, struct CUstream_st *stream
 void rig_free(struct rig *r);
 
 float rig_float(const struct rig *r, uint16_t x);
+uint16_t rig_bits(enum kn_cuda_dtype t, float x);
 
 /* Ceilings: bytes a second read from memory, and tensor core operations a second, bf16. */
 double rig_read_rate(void);

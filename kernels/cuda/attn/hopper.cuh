@@ -44,6 +44,21 @@ __device__ __forceinline__ void barrier_wait(uint32_t b, uint32_t parity)
                  : "memory");
 }
 
+__device__ __forceinline__ bool barrier_is_done(uint32_t b, uint32_t parity)
+{
+    uint32_t done;
+
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, done;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(b), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+
 /* Place in a ring of N stages that both sides walk in step. */
 template <int N> struct ring {
     int stage;

@@ -31,6 +31,8 @@ constexpr int PREFILL_THREADS = CONSUMERS + 128;
 constexpr int Q_THREADS = 96;
 /* Less than any score, and no infinity: a row's maximum where it sees nothing. */
 constexpr float LEAST = -1e30f;
+/* Weights may grow to 2^ROOM before a row's sums are taken down to a new maximum. */
+constexpr float ROOM = 8;
 
 template <int D, bool INVARIANT> struct prefill_smem {
     uint16_t q[ROWS * D];
@@ -118,7 +120,15 @@ struct walk {
 /* The same in all lanes, and known to be. */
 __device__ __forceinline__ int uniform(int x)
 {
-    return __shfl_sync(0xffffffffu, x, 0);
+    return __reduce_max_sync(0xffffffffu, x);
+}
+__device__ __forceinline__ uint32_t uniform(uint32_t x)
+{
+    return __reduce_max_sync(0xffffffffu, x);
+}
+__device__ __forceinline__ float uniform(float x)
+{
+    return __uint_as_float(uniform(__float_as_uint(x)));
 }
 
 /* The warp that copies K and V. */
@@ -256,6 +266,7 @@ template <typename T, int D, bool INVARIANT> struct consumer {
     const launch &p;
     const places<D, INVARIANT> at;
     const int wg;
+    const uint32_t q_at; /* this warpgroup's rows of q */
     const int t;
     const int row; /* first of this thread's two rows in the block, 8 apart */
     ring<STAGES> k, v;
@@ -268,7 +279,8 @@ template <typename T, int D, bool INVARIANT> struct consumer {
     float o[OT * 4], m[2], l[2];
 
     __device__ consumer(const launch &p_, places<D, INVARIANT> at_)
-        : p(p_), at(at_), wg(uniform(threadIdx.x / 128)), t(threadIdx.x % 4),
+        : p(p_), at(at_), wg(uniform((int)threadIdx.x / 128)),
+          q_at(uniform(at_.q() + (uint32_t)threadIdx.x / 128 * 64 * 128)), t(threadIdx.x % 4),
           row(threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4), k{0, 0}, v{0, 0}, q_parity(0)
     {
     }
@@ -290,9 +302,9 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         named_arrive<CONSUMERS>(2 + (wg ^ 1));
     }
 
-    __device__ __forceinline__ void issue_scores(float (&s)[ST * 4])
+    __device__ __forceinline__ void issue_scores(float (&s)[ST * 4], uint32_t k_at)
     {
-        const operand a(at.q() + wg * 64 * 128, 16), b(at.k(k.stage), 16);
+        const operand a(q_at, 16), b(k_at, 16);
 
         products<T, TILE>::ss_set(s, a.plus(0), b.plus(0));
 #pragma unroll
@@ -304,9 +316,9 @@ template <typename T, int D, bool INVARIANT> struct consumer {
     }
 
     /* Onto o, or (`set`) from zero. */
-    __device__ __forceinline__ void issue_sums(const uint32_t (&w)[ST * 2], bool set)
+    __device__ __forceinline__ void issue_sums(const uint32_t (&w)[ST * 2], bool set, uint32_t v_at)
     {
-        const operand b(at.v(v.stage), TILE * 128);
+        const operand b(v_at, TILE * 128);
 
         if (set) {
             products<T, D>::rs_set(o, &w[0], b.plus(0));
@@ -381,57 +393,90 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         }
     }
 
-    /* Four chains, for the latency of a step is several instructions. */
-    __device__ __forceinline__ void row_max(const float (&s)[ST * 4], float (&x)[2])
+    template <int H> static __device__ __forceinline__ float row_max(const float (&s)[ST * 4])
     {
-        float a[4];
+        float a = s[H * 2], b = s[H * 2 + 1];
 
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            a[e] = fmaxf(s[e], s[4 + e]);
+        for (int j = 1; j < ST; j++) {
+            a = fmaxf(a, s[j * 4 + H * 2]);
+            b = fmaxf(b, s[j * 4 + H * 2 + 1]);
         }
-#pragma unroll
-        for (int j = 2; j < ST; j++) {
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                a[e] = fmaxf(a[e], s[j * 4 + e]);
-            }
-        }
-        x[0] = fmaxf(a[0], a[1]);
-        x[1] = fmaxf(a[2], a[3]);
-#pragma unroll
-        for (int lane = 1; lane <= 2; lane *= 2) {
-            float y0 = __shfl_xor_sync(0xffffffffu, x[0], lane);
-            float y1 = __shfl_xor_sync(0xffffffffu, x[1], lane);
-
-            x[0] = fmaxf(x[0], y0);
-            x[1] = fmaxf(x[1], y1);
-        }
-    }
-
-    /* Scores of a half of the unit become weights; quarter sums of a row are this lane's. */
-    template <int HALF>
-    __device__ __forceinline__ void
-    weights(float (&s)[ST * 4], const float (&offset)[2], float (&quarter)[2][4])
-    {
-#pragma unroll
-        for (int j = HALF * ST / 2; j < (HALF + 1) * ST / 2; j++) {
-#pragma unroll
-            for (int h = 0; h < 2; h++) {
-                float &q = quarter[h][j / (ST / 4)];
-                float &a = s[j * 4 + h * 2], &b = s[j * 4 + h * 2 + 1];
-
-                a = weight_of(a, p.c, offset[h]);
-                b = weight_of(b, p.c, offset[h]);
-                q = j % (ST / 4) == 0 ? a : __fadd_rn(q, a);
-                q = __fadd_rn(q, b);
-            }
-        }
+        a = fmaxf(a, b);
+        a = fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 1));
+        return fmaxf(a, __shfl_xor_sync(0xffffffffu, a, 2));
     }
 
     static __device__ __forceinline__ float sum_of(const float (&quarter)[4])
     {
         return __fadd_rn(__fadd_rn(quarter[0], quarter[1]), __fadd_rn(quarter[2], quarter[3]));
+    }
+
+    /* Scores of row H become exponents of two of their weights. */
+    template <int H>
+    __device__ __forceinline__ void exponents(float (&s)[ST * 4], float c, const float (&offset)[2])
+    {
+#pragma unroll
+        for (int j = 0; j < ST; j++) {
+            s[j * 4 + H * 2] = __fmaf_rn(s[j * 4 + H * 2], c, -offset[H]);
+            s[j * 4 + H * 2 + 1] = __fmaf_rn(s[j * 4 + H * 2 + 1], c, -offset[H]);
+        }
+    }
+
+    /* Whether an exponent of row H in any lane is above ROOM: bits of floats are in order as
+     * integers as long as one is positive, and three of those are compared at once. */
+    template <int H> static __device__ __forceinline__ bool above_room(const float (&s)[ST * 4])
+    {
+        int even = max(__float_as_int(s[H * 2]), __float_as_int(s[H * 2 + 1]));
+        int odd = max(__float_as_int(s[4 + H * 2]), __float_as_int(s[4 + H * 2 + 1]));
+
+#pragma unroll
+        for (int j = 2; j < ST; j += 2) {
+            even = __vimax3_s32(even, __float_as_int(s[j * 4 + H * 2]),
+                                __float_as_int(s[j * 4 + H * 2 + 1]));
+            odd = __vimax3_s32(odd, __float_as_int(s[j * 4 + 4 + H * 2]),
+                               __float_as_int(s[j * 4 + 4 + H * 2 + 1]));
+        }
+        return __any_sync(0xffffffffu, max(even, odd) > __float_as_int(ROOM));
+    }
+
+    /* Row H, if it has exponents above ROOM, takes the largest off all, and off what was summed. */
+    template <int H> __device__ __forceinline__ void raise(float (&s)[ST * 4], float (&offset)[2])
+    {
+        float x = row_max<H>(s);
+
+        x = x > ROOM ? x : 0.0f;
+        const float f = exp2_fast(-x);
+        offset[H] += x;
+        l[H] *= f;
+#pragma unroll
+        for (int j = 0; j < ST; j++) {
+            s[j * 4 + H * 2] -= x;
+            s[j * 4 + H * 2 + 1] -= x;
+        }
+#pragma unroll
+        for (int j = 0; j < OT; j++) {
+            o[j * 4 + H * 2] *= f;
+            o[j * 4 + H * 2 + 1] *= f;
+        }
+    }
+
+    /* Exponents of row H become weights; returns their sum, this lane's. */
+    template <int H> __device__ __forceinline__ float weights(float (&s)[ST * 4])
+    {
+        float quarter[4];
+
+#pragma unroll
+        for (int j = 0; j < ST; j++) {
+            float &q = quarter[j / (ST / 4)];
+            float &a = s[j * 4 + H * 2], &b = s[j * 4 + H * 2 + 1];
+
+            a = exp2_fast(a);
+            b = exp2_fast(b);
+            q = j % (ST / 4) == 0 ? a : __fadd_rn(q, a);
+            q = __fadd_rn(q, b);
+        }
+        return sum_of(quarter);
     }
 
     __device__ __forceinline__ void round(const float (&s)[ST * 4], uint32_t (&w)[ST * 2])
@@ -464,14 +509,14 @@ template <typename T, int D, bool INVARIANT> struct consumer {
     }
 
     /* All units of an item, sums straight onto each other. Scores of a unit and sums of the one
-     * before are under way together, the sums still during half of softmax. Weights may grow to
-     * 2^8 before sums are rescaled to a new maximum: rarely after the first units. l stays a lane's
-     * own until the end. */
+     * before are under way together, the sums still during half of softmax: a row after the other,
+     * so that exponents of one are made while the special function unit is at the other's weights.
+     * A unit's largest score is looked for only where one is far above what the row's offset
+     * allows, rarely after the first units. l stays a lane's own until the end. */
     __device__ __forceinline__ void run_fast()
     {
-        float s[ST * 4], x[2], offset[2], quarter[2][4];
+        float s[ST * 4], offset[2];
         uint32_t w[ST * 2];
-        const float room = 8.0f / p.c;
 
 #pragma unroll
         for (int i = 0; i < OT * 4; i++) {
@@ -480,84 +525,78 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         wait_k();
         my_turn();
         products_fence();
-        issue_scores(s);
+        issue_scores(s, uniform(at.k(k.stage)));
         your_turn();
         products_wait<0>();
         hold(s);
         done_k();
         mask(s);
-        row_max(s, x);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            m[h] = fmaxf(x[h], LEAST);
-            offset[h] = m[h] * p.c;
-        }
-        weights<0>(s, offset, quarter);
-        weights<1>(s, offset, quarter);
-        l[0] = sum_of(quarter[0]);
-        l[1] = sum_of(quarter[1]);
+        offset[0] = fmaxf(row_max<0>(s), LEAST) * p.c;
+        offset[1] = fmaxf(row_max<1>(s), LEAST) * p.c;
+        exponents<0>(s, p.c, offset);
+        exponents<1>(s, p.c, offset);
+        l[0] = weights<0>(s);
+        l[1] = weights<1>(s);
         round(s, w);
+        uint32_t k_at = uniform(at.k(k.stage)), v_at = uniform(at.v(v.stage));
+        bool ready = false;
 #pragma unroll 1
         while (++unit < unit1) {
-            wait_k();
-            wait_v();
+            if (!ready) {
+                wait_k();
+                wait_v();
+            }
             my_turn();
             products_fence();
-            issue_scores(s);
-            issue_sums(w, false);
+            issue_scores(s, k_at);
+            issue_sums(w, false, v_at);
             your_turn();
+            const float c = uniform(p.c);
+
             products_wait<1>();
             hold(s);
             done_k();
             mask(s);
-            row_max(s, x);
-            const bool more0 = x[0] > m[0] + room, more1 = x[1] > m[1] + room;
-
-            x[0] = more0 ? x[0] : m[0];
-            x[1] = more1 ? x[1] : m[1];
-            offset[0] = x[0] * p.c;
-            offset[1] = x[1] * p.c;
-            weights<0>(s, offset, quarter);
-            /* Sums are never negative, but the assembler does not know: it would do all the above
-             * after the wait, were the wait not after a branch that depends on it. */
-            if (__any_sync(0xffffffffu,
-                           more0 || more1 || fminf(quarter[0][1], quarter[1][1]) < 0.0f)) {
-                const float f0 = exp2_fast((m[0] - x[0]) * p.c);
-                const float f1 = exp2_fast((m[1] - x[1]) * p.c);
-
+            exponents<0>(s, c, offset);
+            if (above_room<0>(s)) {
                 products_wait_here();
                 hold(o);
-#pragma unroll
-                for (int j = 0; j < OT; j++) {
-                    o[j * 4] *= f0;
-                    o[j * 4 + 1] *= f0;
-                    o[j * 4 + 2] *= f1;
-                    o[j * 4 + 3] *= f1;
-                }
-                l[0] *= f0;
-                l[1] *= f1;
-                m[0] = x[0];
-                m[1] = x[1];
+                raise<0>(s, offset);
+            }
+            l[0] += weights<0>(s);
+            exponents<1>(s, c, offset);
+            /* The assembler would do all of the above after the wait for the sums, were the wait
+             * not behind a branch that depends on it. */
+            if (above_room<1>(s)) {
+                products_wait_here();
+                hold(o);
+                raise<1>(s, offset);
             } else {
                 products_wait<0>();
                 hold(o);
             }
             done_v();
-            weights<1>(s, offset, quarter);
-            l[0] += sum_of(quarter[0]);
-            l[1] += sum_of(quarter[1]);
+            /* Asked early: the answer takes as long as a dozen weights. */
+            ready = barrier_is_done(at.k_full(k.stage), k.parity) &
+                    barrier_is_done(at.v_full(v.stage), v.parity);
+            k_at = uniform(at.k(k.stage));
+            v_at = uniform(at.v(v.stage));
+            l[1] += weights<1>(s);
             round(s, w);
         }
         unit--;
         wait_v();
         clear_tail();
         products_fence();
-        issue_sums(w, false);
+        issue_sums(w, false, uniform(at.v(v.stage)));
         products_wait<0>();
         hold(o);
         done_v();
-        l[0] = quad_sum(l[0]);
-        l[1] = quad_sum(l[1]);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            l[h] = quad_sum(l[h]);
+            m[h] = offset[h] / p.c;
+        }
     }
 
     __device__ __forceinline__ void write_record(const float (&a)[OT * 4],
@@ -704,30 +743,31 @@ template <typename T, int D, bool INVARIANT> struct consumer {
 #pragma unroll 1
             do {
                 uint32_t w[ST * 2];
-                float offset[2], quarter[2][4];
+                float offset[2];
 
                 wait_k();
                 my_turn();
                 products_fence();
-                issue_scores(s);
+                issue_scores(s, uniform(at.k(k.stage)));
                 your_turn();
                 join_unit(a, a_m, a_l, x, sum);
                 products_wait<0>();
                 hold(s);
                 done_k();
                 mask(s);
-                row_max(s, x);
+                x[0] = row_max<0>(s);
+                x[1] = row_max<1>(s);
                 offset[0] = offset_of(x[0], p.c);
                 offset[1] = offset_of(x[1], p.c);
-                weights<0>(s, offset, quarter);
-                weights<1>(s, offset, quarter);
-                sum[0] = sum_of(quarter[0]);
-                sum[1] = sum_of(quarter[1]);
+                exponents<0>(s, p.c, offset);
+                exponents<1>(s, p.c, offset);
+                sum[0] = weights<0>(s);
+                sum[1] = weights<1>(s);
                 round(s, w);
                 wait_v();
                 clear_tail();
                 products_fence();
-                issue_sums(w, true);
+                issue_sums(w, true, uniform(at.v(v.stage)));
                 products_wait<0>();
                 hold(o);
                 done_v();
@@ -803,12 +843,14 @@ __global__ void __launch_bounds__(PREFILL_THREADS, 1)
         barrier_init_done();
     }
     __syncthreads();
-    if (threadIdx.x < CONSUMERS) {
+    const int warp = uniform((int)threadIdx.x / 32);
+
+    if (warp < CONSUMERS / 32) {
         more_registers<232>();
         consumer<T, D, INVARIANT>(p, at).run(off, i, end);
     } else {
         fewer_registers<40>();
-        if (threadIdx.x < CONSUMERS + 32) {
+        if (warp == CONSUMERS / 32) {
             feeder<T, D, INVARIANT>(p, &map, at).run(off, i, end);
         } else {
             feed_q<T, D, INVARIANT>(p, at, off, i, end);
