@@ -32,6 +32,12 @@ while [ $# -gt 0 ]; do
         --port) port=$2 ;;
         --http-port) http_port=$2 ;;
         esac
+        case $1 in
+        --max-tokens) [[ $2 =~ ^[1-9][0-9]{0,8}$ ]] || die "--max-tokens is $2, must be a number from 1" ;;
+        --port | --http-port)
+            [[ $2 =~ ^[0-9]{1,5}$ && $2 -le 65535 ]] || die "$1 is $2, must be a port from 0 (any) to 65535"
+            ;;
+        esac
         shift
         ;;
     -h | --help) usage; exit 0 ;;
@@ -44,16 +50,21 @@ started_all=$(now_ms)
 supervisor=''
 run=$(mktemp -d "${TMPDIR:-/tmp}/baton-quickstart.XXXXXX")
 
-# The supervisor ends what it has started, the router first, Redis last. Then everything is gone.
+# The supervisor ends what it has started, the router first, Redis last. Then everything is
+# gone, but for the logs of what went wrong.
 cleanup() {
     trap - EXIT INT TERM
     if [ -n "$supervisor" ]; then
         kill -TERM "$supervisor" 2>/dev/null || true
         wait "$supervisor" 2>/dev/null || true
     fi
-    rm -rf "$run"
+    if [ -n "$supervisor" ] && [ "$1" != 0 ] && [ "$1" -lt 128 ]; then
+        echo "logs are in $run" >&2
+    else
+        rm -rf "$run"
+    fi
 }
-trap cleanup EXIT
+trap 'cleanup $?' EXIT
 trap 'echo >&2; exit 130' INT
 trap 'exit 143' TERM
 
@@ -132,7 +143,7 @@ http=$(ready_value "$run/router.ready" http)
 
 printf '%s==>%s asking: %s\n' "$BOLD" "$PLAIN" "$prompt" >&2
 "$build/batonctl" generate --router "$address" --chat --prompt "$prompt" \
-    --max-tokens "$max_tokens" || die "no answer; logs are in $run"
+    --max-tokens "$max_tokens" || die "no answer"
 printf '%s==>%s first answer %s s after the start\n' "$BOLD" "$PLAIN" \
     "$(seconds_since "$started_all")" >&2
 [ $once = 1 ] && exit 0

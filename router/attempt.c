@@ -221,11 +221,6 @@ static int start_legs(struct rt_request *req, struct rt_target *p, struct rt_tar
     return rc;
 }
 
-static bool is_usable(const struct rt_node *n)
-{
-    return n->state == RT_NODE_READY && !n->cordoned;
-}
-
 /* Views of all targets, in the order of the list, and the targets themselves beside them. */
 static size_t
 view_targets(struct rt_request *req, struct rt_node_view *views, struct rt_target **targets)
@@ -241,7 +236,8 @@ view_targets(struct rt_request *req, struct rt_node_view *views, struct rt_targe
             views[n++] = (struct rt_node_view){
                 .name = node->name,
                 .role = node->role,
-                .ready = is_usable(node),
+                .ready = rt_node_serves(node),
+                .cordoned = node->cordoned,
                 .excluded = excluded,
                 .compat = &node->compat,
                 .pages_free = node->targets[i].pages_free,
@@ -369,7 +365,7 @@ static int pick_held(struct rt_request *req,
         return BT_OK;
     }
     for (size_t i = 0; i < a->n; i++) {
-        views[i].ready = is_usable(targets[i]->node);
+        views[i].ready = rt_node_serves(targets[i]->node);
     }
     return BT_E_UNAVAILABLE;
 }

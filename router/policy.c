@@ -245,11 +245,12 @@ static bool pick_local(const struct rt_pick_args *a, struct rt_pick *ret)
 
 static int tell_missing(const struct rt_pick_args *a, struct bt_err *err)
 {
-    size_t n_prefill = 0, n_decode = 0;
+    size_t n_prefill = 0, n_decode = 0, n_cordoned = 0;
     const struct rt_node_view *p = NULL, *d = NULL;
-    char why[160] = "";
+    char why[160] = "", cordoned[40] = "";
 
     for (size_t i = 0; i < a->n; i++) {
+        n_cordoned += a->nodes[i].cordoned;
         if (can_prefill(&a->nodes[i])) {
             n_prefill++;
             p = &a->nodes[i];
@@ -258,16 +259,18 @@ static int tell_missing(const struct rt_pick_args *a, struct bt_err *err)
             d = can_receive(&a->nodes[i]) ? &a->nodes[i] : d;
         }
     }
+    if (n_cordoned > 0) {
+        snprintf(cordoned, sizeof(cordoned), ", %zu cordoned", n_cordoned);
+    }
     if (n_decode == 0) {
         return BT_FAIL(err, BT_E_UNAVAILABLE,
-                       "no decode node is ready (%zu nodes known, %zu prefill "
-                       "nodes ready)",
-                       a->n, n_prefill);
+                       "no decode node is ready (%zu nodes known, %zu prefill nodes ready%s)", a->n,
+                       n_prefill, cordoned);
     }
     if (n_prefill == 0) {
         return BT_FAIL(err, BT_E_UNAVAILABLE,
-                       "no prefill node is ready (%zu nodes known, %zu decode nodes ready)", a->n,
-                       n_decode);
+                       "no prefill node is ready (%zu nodes known, %zu decode nodes ready%s)", a->n,
+                       n_decode, cordoned);
     }
     if (!d) {
         return BT_FAIL(err, BT_E_UNAVAILABLE, "no decode node takes handoffs");

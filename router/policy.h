@@ -56,6 +56,7 @@ struct rt_node_view {
     const char *name;
     enum rt_role role;
     bool ready;
+    bool cordoned; /* and therefore not ready */
     bool excluded; /* the request has failed on it */
     const struct rt_compat *compat;
     const struct rt_speed *speed; /* NULL = an ordinary node */

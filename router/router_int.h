@@ -331,6 +331,11 @@ int rt_orders_start(struct rt_router *r, struct bt_err *err) BT_MUST_USE;
 void rt_orders_stop(struct rt_router *r);
 void rt_orders_fini(struct rt_router *r);
 bool rt_orders_cordons(const struct rt_router *r, const char *name);
+/* Gets new requests. */
+static inline bool rt_node_serves(const struct rt_node *n)
+{
+    return n->state == RT_NODE_READY && !n->cordoned;
+}
 /* Sets n->cordoned, after its name has become known. */
 void rt_orders_mark(struct rt_node *n);
 /* Takes those nodes out of the views that this request is not meant for. False: there is no canary.

@@ -152,6 +152,35 @@ static int set(struct ctl_args *a, const struct ctl_option *o, const char *value
     return BT_E_INVALID;
 }
 
+/* What set() takes, in words; `buf` holds it where it has to be made. */
+static const char *allowed(const struct ctl_option *o, char *buf, size_t n)
+{
+    size_t at = 0;
+
+    switch (o->kind) {
+    case CTL_K_ADDR:
+        return "HOST:PORT or unix:PATH";
+    case CTL_K_COUNT:
+        snprintf(buf, n, o->max == INT64_MAX ? "from %lld" : "%lld to %lld", (long long)o->min,
+                 (long long)o->max);
+        return buf;
+    case CTL_K_TIME:
+        return "a number and its unit, as in 300ms or 5s";
+    case CTL_K_BYTES:
+        return "bytes, or a number and its unit, as in 64K";
+    case CTL_K_CHOICE:
+        buf[0] = '\0';
+        for (int i = 0; o->choices[i] && at < n; i++) {
+            at += (size_t)snprintf(buf + at, n - at, "%s%s", i ? ", " : "", o->choices[i]);
+        }
+        return buf;
+    case CTL_K_FLAG:
+    case CTL_K_TEXT:
+        break;
+    }
+    return "text";
+}
+
 /* "--name", "--name=value" or "-n"; *ret_value is what stands behind the '=' or NULL. */
 static const struct ctl_option *find_option(const char *arg, const char **ret_value)
 {
@@ -203,6 +232,7 @@ read_one(const struct ctl_command *c, char **argv, int *i, struct ctl_args *a, u
 {
     const char *value;
     const struct ctl_option *o;
+    char words[160];
     bool must;
 
     if (argv[*i][0] != '-' || argv[*i][1] == '\0') {
@@ -227,7 +257,8 @@ read_one(const struct ctl_command *c, char **argv, int *i, struct ctl_args *a, u
     }
     *given |= 1ull << (o - ctl_options);
     if (set(a, o, value) < 0) {
-        return bad(c, "--%s takes %s, not: %s", o->name, o->value, value);
+        return bad(c, "--%s takes %s (%s), not: %s", o->name, o->value,
+                   allowed(o, words, sizeof(words)), value);
     }
     return CTL_OK;
 }
@@ -236,6 +267,7 @@ int ctl_read_args(int argc, char **argv, struct ctl_args *ret)
 {
     const struct ctl_command *c;
     uint64_t given = 0;
+    char words[160];
     int rc;
 
     BT_BUG_ON(ctl_n_options > 64);
@@ -258,7 +290,8 @@ int ctl_read_args(int argc, char **argv, struct ctl_args *ret)
 
         if (value && value[0]) {
             if (set(ret, o, value) < 0) {
-                return bad(c, "%s takes %s, not: %s", o->env, o->value, value);
+                return bad(c, "%s takes %s (%s), not: %s", o->env, o->value,
+                           allowed(o, words, sizeof(words)), value);
             }
         } else if (def) {
             rc = set(ret, o, def);

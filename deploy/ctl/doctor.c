@@ -257,7 +257,7 @@ static void check_roles(struct report *r, const Baton__V1__ServerInfo *s)
     unsigned prefill = 0, decode = 0, both = 0;
 
     for (size_t i = 0; i < s->n_nodes; i++) {
-        bool ready = strcmp(s->nodes[i]->state, "ready") == 0;
+        bool ready = strcmp(ctl_node_state(s->nodes[i]), "ready") == 0;
 
         prefill += ready && strcmp(s->nodes[i]->role, "prefill") == 0;
         decode += ready && strcmp(s->nodes[i]->role, "decode") == 0;
@@ -268,8 +268,9 @@ static void check_roles(struct report *r, const Baton__V1__ServerInfo *s)
          : prefill == 0 && both == 0 ? WARN
                                      : OK,
          "roles",
-         decode + both == 0 ? "start a decode node: nothing can be answered"
-                            : "start a prefill node: decode nodes compute prompts themselves",
+         decode + both == 0
+             ? "start or uncordon a decode node: nothing can be answered"
+             : "start or uncordon a prefill node: decode nodes compute prompts themselves",
          "%u prefill, %u decode and %u colocated nodes are ready", prefill, decode, both);
 }
 

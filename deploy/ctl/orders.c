@@ -59,7 +59,8 @@ static void on_server(void *user, const ProtobufCMessage *msg)
         snprintf(s->state, sizeof(s->state), "%s", n->state);
         snprintf(s->version, sizeof(s->version), "%s", n->version);
         s->cordoned = n->cordoned;
-        s->work = (uint64_t)n->requests_running + n->requests_waiting + n->legs;
+        /* What the node said last, or what this router has there: mostly the same requests. */
+        s->work = BT_MAX((uint64_t)n->requests_running + n->requests_waiting, (uint64_t)n->legs);
     }
 }
 

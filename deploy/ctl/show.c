@@ -267,6 +267,11 @@ const char *ctl_path_name(int path)
     return path >= 0 && path < (int)BT_ARRAY_LEN(names) ? names[path] : "?";
 }
 
+const char *ctl_node_state(const Baton__V1__NodeInfo *n)
+{
+    return n->cordoned && strcmp(n->state, "ready") == 0 ? "cordoned" : n->state;
+}
+
 const char *ctl_dash(const char *s)
 {
     return s && s[0] ? s : "-";

@@ -30,6 +30,8 @@ void ctl_make_plain(ProtobufCMessage *m);
 /* "1.2 GiB"; buf holds 24 bytes. */
 const char *ctl_bytes(double n, char buf[24]);
 const char *ctl_path_name(int path);
+/* The node's state, "cordoned" where that is all that keeps it from being ready. */
+const char *ctl_node_state(const Baton__V1__NodeInfo *n);
 /* "-" for "". */
 const char *ctl_dash(const char *s);
 /* Reads up to `max` bytes of a file, "-" = stdin; terminated. NULL: told on stderr. */

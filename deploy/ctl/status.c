@@ -3,6 +3,7 @@
 #include "deploy/ctl/show.h"
 
 #include <stdio.h>
+#include <string.h>
 
 static void on_message(void *user, const ProtobufCMessage *msg)
 {
@@ -25,9 +26,12 @@ static void on_message(void *user, const ProtobufCMessage *msg)
     for (size_t i = 0; i < m->n_nodes; i++) {
         const Baton__V1__NodeInfo *n = m->nodes[i];
 
-        printf("%-24s %-8s %-12s %-22s %6u/%6u %8u %8u  %s\n", n->name[0] ? n->name : "?", n->role,
-               n->state, n->address, n->pages_free, n->pages_total, n->requests_waiting,
-               n->requests_running, n->reason);
+        const bool other = n->version[0] && strcmp(n->version, m->version) != 0;
+
+        printf("%-24s %-8s %-12s %-22s %6u/%6u %8u %8u  %s%s%s%s\n", n->name[0] ? n->name : "?",
+               n->role, ctl_node_state(n), n->address, n->pages_free, n->pages_total,
+               n->requests_waiting, n->requests_running, n->reason,
+               other && n->reason[0] ? "; " : "", other ? "version " : "", other ? n->version : "");
     }
 }
 

@@ -143,7 +143,7 @@ static void draw_nodes(struct screen *sc, const struct picture *p)
                 : 0;
 
         line(sc, "%-20s %-8s %-10s %6.1f %7u %7u %5.2f %8.1f %9.0f %8.2f", ctl_dash(n->name),
-             n->role, n->state, used, n->requests_waiting, n->requests_running, n->busy,
+             n->role, ctl_node_state(n), used, n->requests_waiting, n->requests_running, n->busy,
              n->queue_s * 1e3, n->prefill_tokens_per_s, n->decode_step_s * 1e3);
     }
 }

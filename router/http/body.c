@@ -104,8 +104,8 @@ read_int(struct reader *r, const char *key, const json_t *v, const int64_t range
         return bad(r, key, "must be an integer");
     }
     if (json_integer_value(v) < range[0] || json_integer_value(v) > range[1]) {
-        snprintf(why, sizeof(why), "must be %lld to %lld", (long long)range[0],
-                 (long long)range[1]);
+        snprintf(why, sizeof(why), "is %lld, must be %lld to %lld",
+                 (long long)json_integer_value(v), (long long)range[0], (long long)range[1]);
         return bad(r, key, why);
     }
     *ret = json_integer_value(v);
@@ -267,7 +267,7 @@ static int f_max_tokens(struct reader *r, const char *key, const json_t *v)
     int rc;
 
     if (r->has_max) {
-        return bad(r, key, "stands beside max_tokens; give one of them");
+        return bad(r, key, "max_tokens and max_completion_tokens are both there; give one of them");
     }
     r->has_max = true;
     rc = read_int(r, key, v, range, &i);
@@ -314,7 +314,10 @@ static int f_stop(struct reader *r, const char *key, const json_t *v)
         return no_memory(r);
     }
     for (size_t i = 0; i < n; i++) {
-        rc = read_string(r, key, json_is_array(v) ? json_array_get(v, i) : v, &strings[i]);
+        const json_t *s = json_is_array(v) ? json_array_get(v, i) : v;
+
+        rc = json_is_string(s) ? read_string(r, key, s, &strings[i])
+                               : bad(r, key, "must be a string or an array of strings");
         if (rc < 0) {
             return rc;
         }

@@ -355,7 +355,7 @@ static int on_headers(http_parser *p)
         c->n_request_id = 0;
     }
     if (has_length && p->content_length != UINT64_MAX && p->content_length > max) {
-        return refuse(c, 413, "the body is too large");
+        return refuse(c, 413, "the body is larger than http.max_body_bytes allows");
     }
     if (has_body(p) && !rt_http_takes_body(c)) { /* answered at once, and closed: see http_int.h */
         c->close_after = true;
@@ -381,7 +381,7 @@ static int on_body(http_parser *p, const char *at, size_t n)
     int rc;
 
     if (c->body.n + n > h->conf->max_body_bytes) {
-        return refuse(c, 413, "the body is too large");
+        return refuse(c, 413, "the body is larger than http.max_body_bytes allows");
     }
     if (h->body_bytes + n > BT_MAX(4 * h->conf->max_body_bytes, (uint64_t)64 << 20)) {
         return refuse(c, 503, "too many large requests at one time");

@@ -4,12 +4,14 @@
 
 #include <time.h>
 
-static void count_nodes(const struct rt_router *r, size_t n[RT_NODE_STATE_COUNT])
+/* n[RT_NODE_STATE_COUNT]: those that would be ready, were they not cordoned. */
+static void count_nodes(const struct rt_router *r, size_t n[RT_NODE_STATE_COUNT + 1])
 {
     bt_list_for_each (it, &r->nodes) {
         const struct rt_node *node = BT_LIST_ENTRY(it, struct rt_node, link);
+        bool held = node->state == RT_NODE_READY && !rt_node_serves(node);
 
-        n[node->state] += node->role != RT_ROLE_STORE;
+        n[held ? RT_NODE_STATE_COUNT : node->state] += node->role != RT_ROLE_STORE;
     }
 }
 
@@ -20,7 +22,7 @@ static bool can_serve(const struct rt_router *r)
     bt_list_for_each (it, &r->nodes) {
         const struct rt_node *n = BT_LIST_ENTRY(it, struct rt_node, link);
 
-        if (n->state == RT_NODE_READY) {
+        if (rt_node_serves(n)) {
             prefill = prefill || n->role == RT_ROLE_PREFILL;
             decode = decode || n->role == RT_ROLE_DECODE;
             both = both || n->role == RT_ROLE_BOTH;
@@ -91,14 +93,16 @@ static int put_requests(const struct rt_router *r, struct bt_buf *b)
 
 static int put_nodes(const struct rt_router *r, struct bt_buf *b)
 {
-    size_t n[RT_NODE_STATE_COUNT] = {0};
+    size_t n[RT_NODE_STATE_COUNT + 1] = {0};
     uint64_t total = 0, free_pages = 0;
     int rc = rt_http_put_help(b, "baton_router_nodes", "gauge", "Nodes by state.");
 
     count_nodes(r, n);
-    for (int i = 0; rc == BT_OK && i < RT_NODE_STATE_COUNT; i++) {
+    for (int i = 0; rc == BT_OK && i <= RT_NODE_STATE_COUNT; i++) {
         rc = bt_buf_printf(b, "baton_router_nodes{state=\"%s\"} %zu\n",
-                           rt_node_state_name((enum rt_node_state)i), n[i]);
+                           i == RT_NODE_STATE_COUNT ? "cordoned"
+                                                    : rt_node_state_name((enum rt_node_state)i),
+                           n[i]);
     }
     bt_list_for_each (it, &r->nodes) {
         const struct rt_node *node = BT_LIST_ENTRY(it, struct rt_node, link);

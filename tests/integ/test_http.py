@@ -290,7 +290,11 @@ def test_SAMP_04_max_tokens(c, h):
                       ("/v1/chat/completions", "max_completion_tokens")):
         for bad in (0, -1, 1.5, "3", 1 << 40):
             assert h.error(path, **{key: bad})["param"] == key
-    assert h.error("/v1/chat/completions", max_tokens=3, max_completion_tokens=4)
+    assert "max_tokens and max_completion_tokens" in h.error("/v1/chat/completions", max_tokens=3,
+                                                             max_completion_tokens=4)["message"]
+    for field, value, words in (("n", 129, "n: is 129, must be 1 to 128"), ("min_tokens", -1, "is -1, must be 0 to"),
+                                ("stop", 5, "must be a string or an array of strings")):
+        assert words in h.error(**{field: value})["message"]
     for n in (1, 2):
         got = h.complete(max_tokens=n, ignore_eos=True)
         assert got["usage"]["completion_tokens"] == n

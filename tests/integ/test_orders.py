@@ -9,6 +9,7 @@ import pytest
 
 from cluster import eventually
 from test_ctl import ctl
+from test_http import Http
 from wire import Client, cls
 
 LONG = dict(max_tokens=400, ignore_eos=True)
@@ -52,7 +53,7 @@ def test_drain_waits_for_streams(cluster):
         max_tokens=400, ignore_eos=True)))
     n = len(next(stream).tokens)
     out = ctl("drain", "decode-0", *at, "--wait", "--timeout", "300ms")
-    assert out.returncode == 4 and "still has" in out.stderr and out.stdout == ""
+    assert out.returncode == 4 and "decode-0 still has 1 requests" in out.stderr and out.stdout == ""
     seen = []
     t = threading.Thread(target=lambda: seen.append(ctl("drain", "decode-0", *at, "--wait", "--timeout", "60s")))
     t.start()
@@ -64,6 +65,29 @@ def test_drain_waits_for_streams(cluster):
     assert time.monotonic() >= ended
     e = c.client.error("x", max_tokens=1)
     assert e.code() == grpc.StatusCode.UNAVAILABLE and "decode" in e.details()
+
+
+def test_a_cordon_is_seen_wherever_one_looks(cluster):
+    c = cluster(router_args=["--http.listen=127.0.0.1:0"])
+    at, h = ["--router", c.procs["router"].address], Http(c)
+
+    def shown(*command):
+        out = ctl(*command, *at)
+        return [line.split()[2] for line in out.stdout.splitlines() if line.startswith("decode-0 ")], out.stdout
+
+    def states():
+        return [h.metric(f'baton_router_nodes{{state="{s}"}}') for s in ("ready", "cordoned")]
+
+    assert h.call("GET", "/ready")[0].status == 200 and states() == [2, 0]
+    assert shown("status")[0] == shown("top", "--once")[0] == ["ready"]
+    assert ctl("cordon", "decode-0", *at).returncode == 0
+    assert h.call("GET", "/ready")[0].status == 503 and states() == [1, 1]
+    assert shown("status")[0] == shown("top", "--once")[0] == ["cordoned"]
+    assert "1 prefill, 0 decode and 0 colocated nodes are ready" in shown("doctor")[1]
+    e = c.client.error("x", max_tokens=1)
+    assert e.code() == grpc.StatusCode.UNAVAILABLE and "1 prefill nodes ready, 1 cordoned" in e.details()
+    assert ctl("uncordon", "decode-0", *at).returncode == 0
+    assert h.call("GET", "/ready")[0].status == 200 and states() == [2, 0]
 
 
 def test_a_cordon_outlives_routers_and_holds_for_all_of_them(cluster):

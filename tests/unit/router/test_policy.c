@@ -196,6 +196,12 @@ static void test_error_names_what_is_missing(void **state)
     a.n = 1;
     assert_int_equal(rt_policy_pick(&a, &got, &err), BT_E_UNAVAILABLE);
     assert_non_null(strstr(err.msg, "no decode node"));
+    assert_null(strstr(err.msg, "cordoned"));
+    v[0].ready = false;
+    v[0].cordoned = true;
+    assert_int_equal(rt_policy_pick(&a, &got, &err), BT_E_UNAVAILABLE);
+    assert_non_null(strstr(err.msg, "(1 nodes known, 0 prefill nodes ready, 1 cordoned)"));
+    v[0] = P(0);
     a.n = 2;
     a.path = RT_PATH_DIRECT;
     v[0].ready = false;
