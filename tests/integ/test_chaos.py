@@ -174,7 +174,7 @@ def test_everything_at_once(cluster, models, tmp_path):
     assert not chats.wrong, chats.wrong[:3]
     assert chats.good > 5 * EVENTS and sum(chats.errors.values()) < chats.good / 10, chats.errors
     eventually(lambda: len(c.ready_nodes()) == 6, 30, "all ready again")
-    c.pages_back(timeout=30)
+    c.pages_back(timeout=60)  # a prompt that nobody fetched from a daemon is kept for a lease, 30 s
     for n in names:
         eventually(lambda n=n: c.status(n).tier_pins == 0, 10, "nothing pinned")
         assert c.procs[n].p.poll() is None
