@@ -50,6 +50,7 @@ class Proc:
         self.log = folder / f"{name}.log"
         self.ready_file = folder / f"{name}.ready"
         self.ready = {}
+        self.stopped = False  # for a while, in any of the lives that the log tells of
         self.start()
 
     def start(self):
@@ -70,6 +71,7 @@ class Proc:
 
     def signal(self, sig):
         self.asked = self.asked or sig == signal.SIGTERM  # a second one would end it at once
+        self.stopped = self.stopped or sig == signal.SIGSTOP
         self.p.send_signal(sig)
 
     def kill(self):
@@ -232,6 +234,8 @@ class Cluster:
             for line in p.log.read_text(errors="replace").split("\n"):
                 known = re.search(r"level=(warn|error)", line) or "Sanitizer" in line or \
                     "runtime error" in line
+                if p.stopped and "event=net_stall" in line:  # it says for how long
+                    continue
                 if known and not any(re.search(a, line) for a in self.allowed):
                     yield f"{p.name}: {line}"
 
