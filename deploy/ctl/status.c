@@ -25,7 +25,6 @@ static void on_message(void *user, const ProtobufCMessage *msg)
            "PAGES FREE", "WAITING", "RUNNING", "REASON");
     for (size_t i = 0; i < m->n_nodes; i++) {
         const Baton__V1__NodeInfo *n = m->nodes[i];
-
         const bool other = n->version[0] && strcmp(n->version, m->version) != 0;
 
         printf("%-24s %-8s %-12s %-22s %6u/%6u %8u %8u  %s%s%s%s\n", n->name[0] ? n->name : "?",
