@@ -32,18 +32,17 @@ while [ $# -gt 0 ]; do
         --port) port=$2 ;;
         --http-port) http_port=$2 ;;
         esac
-        case $1 in
-        --max-tokens) [[ $2 =~ ^[1-9][0-9]{0,8}$ ]] || die "--max-tokens is $2, must be a number from 1" ;;
-        --port | --http-port)
-            [[ $2 =~ ^[0-9]{1,5}$ && $2 -le 65535 ]] || die "$1 is $2, must be a port from 0 (any) to 65535"
-            ;;
-        esac
         shift
         ;;
     -h | --help) usage; exit 0 ;;
     *) usage >&2; die "unknown option $1" ;;
     esac
     shift
+done
+
+[[ $max_tokens =~ ^[1-9][0-9]{0,8}$ ]] || die "--max-tokens is $max_tokens, must be a number from 1"
+for p in "$port" "$http_port"; do
+    [[ $p =~ ^[0-9]{1,5}$ && 10#$p -le 65535 ]] || die "a port is $p, must be 0 (any) to 65535"
 done
 
 started_all=$(now_ms)

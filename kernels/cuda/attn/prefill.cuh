@@ -538,6 +538,7 @@ template <typename T, int D, bool INVARIANT> struct consumer {
         l[0] = weights<0>(s);
         l[1] = weights<1>(s);
         round(s, w);
+        /* Uniform once a unit, or every product would copy its descriptor. */
         uint32_t k_at = uniform(at.k(k.stage)), v_at = uniform(at.v(v.stage));
         bool ready = false;
 #pragma unroll 1
@@ -551,7 +552,7 @@ template <typename T, int D, bool INVARIANT> struct consumer {
             issue_scores(s, k_at);
             issue_sums(w, false, v_at);
             your_turn();
-            const float c = uniform(p.c);
+            const float c = uniform(p.c); /* in a register for this stretch alone: 1 % */
 
             products_wait<1>();
             hold(s);
